@@ -15,7 +15,8 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.rows import ExpertRows, Routing
-from lowtide.kernels.cpu.weight_calls import CompiledExperts, PlacesStruct
+from lowtide.kernels.cpu.library import struct
+from lowtide.kernels.cpu.weight_calls import CompiledExperts
 from lowtide.kernels.operands import SlotPlaces
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers.attention import CachedAttention
@@ -92,7 +93,7 @@ def run_experts(
     `CompiledExperts.layer_call`.
     """
     call = kernels.layer_call(x, routing.experts.shape[1], places, *buffers, num_threads)
-    chosen, of_slots = (routing.experts, routing.weights), PlacesStruct(*places)
+    chosen, of_slots = (routing.experts, routing.weights), struct("ExpertPlaces")(*places)
     kernels.calls.experts(
         call.variant,
         num_threads,

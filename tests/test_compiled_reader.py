@@ -19,8 +19,9 @@ from programs import python
 
 from lowtide.errors import InternalError, StorageError, UnsupportedError
 from lowtide.files.regular_file import RegularFile
+from lowtide.kernels.cpu import library
 from lowtide.kernels.cpu.compiler import find_compiler
-from lowtide.kernels.cpu.library import check_layouts, load_kernels
+from lowtide.kernels.cpu.library import load_kernels, struct
 from lowtide.kernels.cpu.reader import (
     PIECE_BYTES,
     CompiledReader,
@@ -29,7 +30,6 @@ from lowtide.kernels.cpu.reader import (
     Readiness,
     SlotSegment,
 )
-from lowtide.kernels.cpu.residency import ResidencyStruct
 
 Bytes = NDArray[np.uint8]
 
@@ -212,19 +212,23 @@ def test_a_read_that_never_ends_keeps_no_caller_longer_than_was_said(
     assert done.stdout == "ended\n"
 
 
-def test_a_struct_that_the_library_has_otherwise_is_refused() -> None:
-    library = load_kernels()
-    check_layouts(library, {"Residency": ResidencyStruct})
+def test_structs_are_the_librarys_own() -> None:
+    """Numbers, addresses, structs in structs and arrays, each at its place in C++."""
+    matrix, grouped = struct("Matrix"), struct("GroupedAttention")
+    assert matrix.multiply.size == ctypes.sizeof(ctypes.c_void_p)
+    assert grouped.projections.size == 3 * ctypes.sizeof(matrix)
+    own = grouped(num_projections=2, scale=0.5)
+    own.projections[1].num_outs = 7
+    assert (own.num_projections, own.scale, own.projections[1].num_outs) == (2, 0.5, 7)
+    with pytest.raises(InternalError, match="no struct Unknown"):
+        struct("Unknown")
 
-    class Shorter(ctypes.Structure):
-        _fields_ = (("table", ctypes.c_void_p),)
 
-    class Swapped(ctypes.Structure):
-        _fields_ = (ResidencyStruct._fields_[1], ResidencyStruct._fields_[0])
-
-    with pytest.raises(InternalError, match=r"Residency has None here and \('owner', 8, 8\) in"):
-        check_layouts(library, {"Residency": Shorter})
-    with pytest.raises(InternalError, match=r"has \('owner', 0, 8\) here and \('table', 0, 8\)"):
-        check_layouts(library, {"Residency": Swapped})
-    with pytest.raises(InternalError, match=r"Unknown has \('table', 0, 8\) here and None"):
-        check_layouts(library, {"Unknown": Shorter})
+def test_a_struct_that_ctypes_would_lay_out_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fields = library.fields_of(load_kernels(), "Turn")
+    moved = [*fields[:2], fields[2]._replace(start=20)]
+    monkeypatch.setattr(library, "fields_of", lambda *_: moved)
+    with pytest.raises(InternalError, match=r"Turn\.number is at 16 with 8 bytes here, and at 20"):
+        struct.__wrapped__("Turn")

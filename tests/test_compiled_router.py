@@ -98,6 +98,20 @@ def test_bfloat16_logits_and_weights_rounded_to_them(variants: list[FewRows]) ->
         torch.testing.assert_close(own, weights, rtol=STEP, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_softmax_of_the_chosen_alone(variants: list[FewRows], dtype: torch.dtype) -> None:
+    logits = torch.stack([randn(32, seed=row).argsort() / 4 - 4 for row in range(3)]).to(dtype)
+    choice = ExpertChoice(4, is_sigmoid=False, normalise=False, of_chosen=True)
+    expected, weights = REFERENCE.choose_experts(logits.clone(), None, choice)
+    for kernel in variants:
+        experts, own = kernel.choose_experts(logits, None, choice)
+        assert torch.equal(experts, expected)
+        assert torch.equal(own, own.to(dtype).float())
+        torch.testing.assert_close(
+            own, weights, rtol=STEP if dtype is torch.bfloat16 else 1e-6, atol=0
+        )
+
+
 def test_of_equal_ranks_the_first_are_chosen(variants: list[FewRows]) -> None:
     choice = ExpertChoice(3, is_sigmoid=False, normalise=True)
     logits = torch.zeros(1, 40)

@@ -441,6 +441,14 @@ def test_attention_of_one_row(
         kernel.attend(query, keys, values, 0.2, answers[-1], num_threads)
     assert are_alike(answers), "variants differ"
     torch.testing.assert_close(answers[0].double(), expected, rtol=STEP, atol=1e-4)
+    sinks = 3 * torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(2))
+    share = (scores.logsumexp(-1).view(-1) - sinks).sigmoid()[:, None]
+    for kernel in variants:
+        out = torch.full_like(query, torch.nan)
+        kernel.attend(query, keys, values, 0.2, out, num_threads, sinks)
+        torch.testing.assert_close(out.double(), expected * share, rtol=STEP, atol=1e-4)
+    REFERENCE.attend_row(query, keys, values, 0.2, out, num_threads, sinks)
+    torch.testing.assert_close(out.double(), expected * share, rtol=STEP, atol=1e-4)
 
 
 def test_attention_to_extreme_scores(variants: list[FewRows]) -> None:
@@ -478,6 +486,60 @@ def test_a_norm_is_the_references_but_for_rounding(
     assert are_alike(answers), "variants differ"
     torch.testing.assert_close(answers[0], expected, rtol=2 * STEP, atol=0)
     assert (answers[0] == expected).float().mean() > 0.99
+
+
+def test_a_norm_by_a_float32_weight_is_rounded_once(variants: list[FewRows]) -> None:
+    x, weight = randn(7, 3, 40), randn(40, seed=1).float() * 1.01
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight
+    for kernel in variants:
+        out = torch.empty_like(x)
+        kernel.rms_norm(x, weight, 1e-6, out, num_threads=3)
+        torch.testing.assert_close(out.double(), exact, rtol=STEP + 1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("num_rows", "half"), [(1, 16), (5, 7), (700, 16)])
+def test_a_rotation_of_pairs_has_the_references_bits(
+    variants: list[FewRows], num_rows: int, half: int
+) -> None:
+    """In place, with columns before it that stay as they are."""
+    x = randn(num_rows, 6, 8 + 2 * half)
+    angles = torch.rand(num_rows, 1, half) * 6
+    rotation, expected = Rotation(angles.cos(), angles.sin()), x.clone()
+    buffers = Workspace(torch.empty(1 << 22, dtype=torch.uint8))
+    REFERENCE.rotate_pairs(expected[..., 8:], rotation, buffers)
+    for kernel in variants:
+        out = x.clone()
+        kernel.rotate_pairs(out[..., 8:], *rotation, num_threads=3)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("by_outs", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 3, 128, 64), (5, 2, 33, 70), (32, 4, 16, 512)])
+def test_products_with_a_matrix_of_each_heads_own(
+    variants: list[FewRows], sizes: tuple[int, int, int, int], by_outs: bool
+) -> None:
+    """Exact but for rounding, a row alone as beside others, out at any stride."""
+    num_rows, num_heads, num_k, num_outs = sizes
+    stored = (num_outs, num_k) if by_outs else (num_k, num_outs)
+    weight = randn(num_heads, *stored, seed=1)
+    weight = weight.transpose(1, 2) if by_outs else weight
+    x = randn(num_rows, num_heads, num_k + 8)[..., 8:]
+    exact = torch.einsum("rhk,hko->rho", x.double(), weight.double())
+    terms = torch.einsum("rhk,hko->rho", x.double().abs(), weight.double().abs())
+    answers = []
+    for kernel in variants:
+        if num_rows > kernel.max_rows:
+            continue
+        wide = torch.full((num_rows, num_heads, num_outs + 3), torch.nan, dtype=torch.bfloat16)
+        out, alone = wide[..., :num_outs], torch.empty(1, num_heads, num_outs).bfloat16()
+        assert kernel.takes_heads(x, weight)
+        kernel.multiply_heads(x, weight, out, num_threads=3)
+        assert is_rounded(out, exact, terms) and wide[..., num_outs:].isnan().all()
+        kernel.multiply_heads(x[-1:], weight, alone)
+        assert torch.equal(alone, out[-1:])
+        answers.append(out)
+    if num_rows <= MOST_ROWS:
+        assert are_alike(answers), "variants differ"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -5,8 +5,9 @@ This holds with and without a policy that Python is asked for in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +32,19 @@ from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.layer import CompiledLayer, CompiledLayers
 from lowtide.kernels.layer_parts import Status
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
+from lowtide.models.decoder import Decoder
 
-AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe", "minimax_m2")
-"""Families whose layers are one call."""
-
-BEHIND_ATTENTION = ("deepseek_v2", "deepseek_v3")
-"""Families of which only what follows the attention is."""
+AT_ONCE = (
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe", "minimax_m2"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss"),
+)
+"""Families whose passes of few rows are one call: all that write token by token."""
 
 PROMPT = 20
 
@@ -55,8 +58,7 @@ def compiled() -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
-    names = (*AT_ONCE, *BEHIND_ATTENTION, "gpt_oss")
-    return {name: synth(name, "tiny", base / name, seed=3) for name in names}
+    return {name: synth(name, "tiny", base / name, seed=3) for name in AT_ONCE}
 
 
 @contextmanager
@@ -123,7 +125,7 @@ def are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("family", [*AT_ONCE, *BEHIND_ATTENTION, "gpt_oss"])
+@pytest.mark.parametrize("family", AT_ONCE)
 def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
     """One call where everything is resident, two where policies are asked.
 
@@ -131,8 +133,7 @@ def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
     """
     found = []
     with opened(folders[family]) as engine:
-        has_calls = [block.whole is not None for block in engine.model._blocks]
-        assert all(has_calls) if family != "gpt_oss" else not any(has_calls)
+        assert all(block.whole is not None for block in engine.model._blocks)
         for shape in ((1, 1), (3, 1), (2, 2)):
             with one_by_one():
                 found.append(decoded(engine, *shape))
@@ -141,6 +142,61 @@ def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
         assert are_equal(decoded(engine, 1), found[0])
         assert are_equal(decoded(engine, 3), found[1])
         assert engine.as_dict()["num_misses"] > 0
+
+
+@contextmanager
+def calls_counted() -> Iterator[list[int]]:
+    """By pass: compiled calls over layers, and over a layer's parts."""
+    counts: list[int] = []
+    forward, run = Decoder.forward, CompiledLayers.run
+    parts = CompiledLayer.run_to_router, CompiledLayer.run_from_experts
+
+    def passing(model: Decoder, batch: Batch) -> Tensor:
+        counts.append(0)
+        return forward(model, batch)
+
+    def counting(function: Callable[..., None]) -> Callable[..., None]:
+        def count(*given: object) -> None:
+            counts[-1] += 1
+            function(*given)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "forward", passing)
+        patch.setattr(CompiledLayers, "run", counting(run))
+        for function in parts:
+            patch.setattr(CompiledLayer, function.__name__, counting(function))
+        yield counts
+
+
+@pytest.mark.parametrize("family", AT_ONCE)
+def test_a_pass_is_one_call(folders: dict[str, Path], family: str) -> None:
+    """Rows of different sequences, or 2 to 8 of one, whichever experts are resident."""
+    for share in (1.0, 0.3):
+        with opened(folders[family], share, policy="lru") as engine, calls_counted() as counts:
+            for shape in ((1, 1), (3, 1), *((1, num_rows) for num_rows in range(2, 9)), (2, 4)):
+                decoded(engine, *shape)
+        assert {*counts[1::4], *counts[2::4], *counts[3::4]} == {1}
+
+
+@pytest.mark.parametrize("family", AT_ONCE)
+def test_rows_of_an_answer_have_the_bits_of_passes_of_their_own(
+    folders: dict[str, Path], family: str
+) -> None:
+    with opened(folders[family]) as engine, torch.inference_mode():
+        cache, ids = engine.kv_cache, torch.arange(26) * 5 % 90
+        found = []
+        for lengths in ((20, 6), (20, 1, 2, 3), (20, *[1] * 6)):
+            kv, first, hidden = cache.allocate(26), 0, []
+            for index, length in enumerate(lengths):
+                batch = _batch([kv], [first], [length], index)
+                batch = replace(batch, token_ids=ids[first : first + length])
+                hidden.append(engine.model.forward(batch).clone())
+                first += length
+            cache.free(kv)
+            found.append(torch.cat(hidden[1:]))
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("family", AT_ONCE)

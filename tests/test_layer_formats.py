@@ -21,7 +21,7 @@ from lowtide.engine.running.engine import Engine
 from lowtide.formats.plain import plain_format
 from lowtide.kernels import choice
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
-from lowtide.kernels.layer_parts import LayerParts
+from lowtide.kernels.layer_parts import LayerParts, NormParts
 from lowtide.layers.few_rows import WholeLayer
 from lowtide.model_writing.synth import synth
 
@@ -173,6 +173,6 @@ def test_a_layer_without_a_matrix_of_its_own(folders: dict[str, Path]) -> None:
     with opened(folders["qwen3_moe"]) as engine:
         moe = engine.model._blocks[0]._moe
         norm = torch.ones(engine.model.config.hidden_size, dtype=torch.bfloat16)
-        parts = LayerParts(None, norm, moe.router.parts(), None, None, 1e-6)
+        parts = LayerParts(None, NormParts(norm, 1e-6), moe.router.parts(), None, None)
         whole = kernels.whole_layer(parts)
         assert whole is not None and whole.max_rows > 0 and whole.max_expert_rows == 0

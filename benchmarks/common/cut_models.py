@@ -30,10 +30,15 @@ def cut_model(family: str, max_bytes: int) -> Path:
     return _written(_with_layers(size, num_layers), name)
 
 
-def model_of_layers(family: str, num_layers: int) -> Path:
-    """A `synth` of the first so many published layers, made once and kept."""
-    size = families()[family].sizes()["full"]
-    return _written(_with_layers(size, num_layers), f"{family}-{num_layers}-layers")
+def model_of_layers(family: str, num_layers: int, num_words: int | None = None) -> Path:
+    """A `synth` of the first so many published layers, made once and kept.
+
+    num_words: of its vocabulary, by default the published one.
+    """
+    size, name = families()[family].sizes()["full"], f"{family}-{num_layers}-layers"
+    if num_words is not None:
+        size, name = _with_words(size, num_words), f"{name}-{num_words}-words"
+    return _written(_with_layers(size, num_layers), name)
 
 
 def weight_bytes(folder: Path) -> int:
@@ -41,9 +46,23 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+_OF_LAYERS = ("moe_layer_freq", "layer_types")
+
+
+def _with_words(size: SynthSize, num_words: int) -> SynthSize:
+    """The same with a shorter vocabulary; special tokens beyond it are the last."""
+    config = {
+        name: min(value, num_words - 1)
+        if name.endswith("_token_id") and isinstance(value, int)
+        else value
+        for name, value in size.config.items()
+    }
+    return replace(size, config={**config, "vocab_size": num_words})
+
+
 def _with_layers(size: SynthSize, num_layers: int) -> SynthSize:
     config: Mapping[str, Any] = {
-        name: value[:num_layers] if isinstance(value, list) and name == "moe_layer_freq" else value
+        name: value[:num_layers] if isinstance(value, list) and name in _OF_LAYERS else value
         for name, value in size.config.items()
     }
     return replace(size, config={**config, "num_hidden_layers": num_layers})

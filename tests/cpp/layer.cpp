@@ -58,11 +58,17 @@ void run(const Library& kernels, int variant, const Kind& kind, const Sizes& siz
 }  // namespace
 
 void check_layers(const Library& kernels) {
-    auto* layout = kernels.function<const char*(const char*, long, long*)>("lowtide_layout");
-    long place[2] = {};
-    expect(layout("Layer", 5, place) == std::string("eps") && place[1] == 4, "a struct's last");
-    expect(place[0] == long(offsetof(Layer, eps)), "where a field is");
-    expect(!layout("Layer", 6, place) && !layout("None", 0, place), "what no struct has");
+    auto* layout =
+        kernels.function<const char*(const char*, long, const char**, long*)>("lowtide_layout");
+    const char* type = nullptr;
+    long place[3] = {};
+    expect(layout("Layer", 5, &type, place) == std::string("hidden"), "a struct's last");
+    expect(type == std::string("long") && place[1] == 8 && place[2] == 0, "what a field is");
+    expect(place[0] == long(offsetof(Layer, hidden)), "where a field is");
+    expect(layout("GroupedAttention", 1, &type, place) == std::string("projections"), "an array");
+    expect(type == std::string("Matrix") && place[2] == 3, "what an array has");
+    expect(!layout("Layer", 6, &type, place) && !layout("None", 0, &type, place),
+           "what no struct has");
     const int best = kernels.function<int()>("lowtide_best_variant")();
     for (int variant = 0; variant <= best; ++variant)
         for (const Kind& kind : {plain_kind(kernels, variant), few_bits_kind(kernels)})

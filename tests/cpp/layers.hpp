@@ -3,19 +3,23 @@
 #pragma once
 
 #include "driver.hpp"
-#include "layer/layer.hpp"
+#include "layer/mixers.hpp"
 #include "packed/quantised.hpp"
 
 namespace driver {
 
-using lowtide::Attention;
+using lowtide::Angles;
 using lowtide::DONE;
 using lowtide::ExpertCall;
 using lowtide::Experts;
 using lowtide::FREE_SLOT;
+using lowtide::GroupedAttention;
+using lowtide::LatentAttention;
 using lowtide::Layer;
 using lowtide::LayerExperts;
 using lowtide::Matrix;
+using lowtide::MixFunction;
+using lowtide::Norm;
 using lowtide::Pass;
 using lowtide::Residency;
 using lowtide::TAKEN_SLOT;
@@ -28,6 +32,7 @@ struct Kind {
     MultiplyFunction* multiply;
     ExpertsFunction* experts;
     MlpsFunction* mlps;
+    MixFunction *mix_grouped, *mix_latent;
     Pack* pack;
     int variant, type;
 
@@ -53,32 +58,47 @@ struct Kind {
 inline Kind plain_kind(const Library& kernels, int variant) {
     return {kernels.function<MultiplyFunction>("lowtide_plain_multiply"),
             kernels.function<ExpertsFunction>("lowtide_plain_experts"),
-            kernels.function<MlpsFunction>("lowtide_plain_mlps"), nullptr, variant, PLAIN};
+            kernels.function<MlpsFunction>("lowtide_plain_mlps"),
+            kernels.function<MixFunction>("lowtide_mix_grouped"),
+            kernels.function<MixFunction>("lowtide_mix_latent"), nullptr, variant, PLAIN};
 }
 
 inline Kind few_bits_kind(const Library& kernels) {
     return {kernels.function<MultiplyFunction>("lowtide_packed_multiply"),
             kernels.function<ExpertsFunction>("lowtide_packed_experts"),
             kernels.function<MlpsFunction>("lowtide_packed_mlps"),
+            kernels.function<MixFunction>("lowtide_mix_grouped"),
+            kernels.function<MixFunction>("lowtide_mix_latent"),
             kernels.function<Pack>("lowtide_quantised_pack"),
             kernels.function<int()>("lowtide_best_own")(), Q4};
 }
 
-// Which of the parts that a layer may have it has.
+// Which of the parts that a layer may have it has. window: of its attention, 0: all tokens.
 struct Form {
     bool is_split, has_bias, has_norms, norms_all_heads, has_experts, is_float32, has_shared,
         has_share;
+    bool is_latent = false, has_query_latent = false, has_sinks = false, has_wide_norms = false;
+    long window = 0;
 };
 constexpr Form FORMS[] = {
     {false, false, false, false, false, false, true, false},  // dense
     {true, true, false, false, true, false, false, false},
     {false, false, true, false, true, true, true, false},
     {true, false, true, true, true, false, true, true},
+    {true, true, false, false, true, false, false, false, false, false, true, true, 2},
+    {false, false, true, false, true, true, false, false, false, false, true, false, 0},
+    {false, false, false, false, false, false, true, false, true, false},
+    {false, true, false, false, true, true, true, false, true, true, false, true},
 };
 
 // The sizes of a layer; odd ones but where rotation asks for halves.
 struct Sizes {
     long hidden, num_heads, num_key_heads, head_dim, num_experts, k, width, shared_width;
+
+    // Of latents.
+    long rank() const { return 2 * head_dim + 1; }
+    long value_dim() const { return head_dim + 3; }
+    long latent_width() const { return rank() + head_dim; }
 };
 constexpr Sizes SIZES[] = {{33, 3, 1, 6, 5, 2, 17, 9}, {70, 4, 2, 16, 1, 1, 24, 40}};
 
@@ -89,9 +109,9 @@ class OwnLayer {
    public:
     OwnLayer(const Kind& kind, const Sizes& sizes, const Form& form)
         : kind_(kind), sizes_(sizes), form_(form) {
-        attend();
-        layer.mlp_norm = plain(sizes.hidden);
-        layer.hidden = sizes.hidden, layer.eps = 1e-6f;
+        form.is_latent ? attend_latents() : attend();
+        layer.mlp_norm = norm(sizes.hidden);
+        layer.hidden = sizes.hidden;
         if (form.has_experts) add_experts();
         if (!form.has_shared) return;
         layer.shared.gate = matrix(sizes.shared_width, sizes.hidden);
@@ -128,9 +148,17 @@ class OwnLayer {
     }
 
     Layer layer{};
+    GroupedAttention grouped{};
+    LatentAttention latent{};
     Ids slot_of;  // of each expert, in its own slots
 
    private:
+    Norm norm(long length) {
+        if (!form_.has_wide_norms) return {plain(length), 0, length, 1e-6f};
+        wide_.push_back(floats(length));
+        return {wide_.back().data(), 1, length, 1e-6f};
+    }
+
     const bf16* plain(long count) {
         numbers_.push_back(numbers(count));
         return numbers_.back().data();
@@ -146,8 +174,9 @@ class OwnLayer {
     void attend() {
         const Sizes& s = sizes_;
         const long query = s.num_heads * s.head_dim, key = s.num_key_heads * s.head_dim;
-        Attention& a = layer.attention;
-        a.norm = plain(s.hidden);
+        GroupedAttention& a = grouped;
+        layer.mix = kind_.mix_grouped, layer.mixer = &a;
+        a.norm = norm(s.hidden);
         a.num_projections = form_.is_split ? 3 : 1;
         if (form_.is_split) {
             const long sizes_of[] = {query, key, key};
@@ -156,16 +185,41 @@ class OwnLayer {
             a.projections[0] = matrix(query + 2 * key, s.hidden);
         }
         if (form_.has_norms) {
-            a.query_norm_length = form_.norms_all_heads ? query : s.head_dim;
-            a.key_norm_length = form_.norms_all_heads ? key : s.head_dim;
-            a.query_norm = plain(a.query_norm_length), a.key_norm = plain(a.key_norm_length);
+            a.query_norm = norm(form_.norms_all_heads ? query : s.head_dim);
+            a.key_norm = norm(form_.norms_all_heads ? key : s.head_dim);
         }
         a.output = matrix(s.hidden, query);
         a.head_stride = CACHE_TOKENS * s.head_dim;
         keys_.resize(s.num_key_heads * a.head_stride), values_.resize(keys_.size());
         a.keys = keys_.data(), a.values = values_.data();
         a.num_heads = s.num_heads, a.num_key_heads = s.num_key_heads, a.head_dim = s.head_dim;
-        a.scale = 0.3f;
+        a.scale = 0.3f, a.window = form_.window;
+        if (form_.has_sinks) {
+            wide_.push_back(floats(s.num_heads));
+            a.sinks = wide_.back().data();
+        }
+    }
+
+    void attend_latents() {
+        const Sizes& s = sizes_;
+        const long query = s.num_heads * 2 * s.head_dim;  // as many fixed numbers as rotating ones
+        LatentAttention& a = latent;
+        layer.mix = kind_.mix_latent, layer.mixer = &a;
+        a.norm = norm(s.hidden);
+        const long query_rank = s.head_dim + 1;
+        if (form_.has_query_latent) {
+            a.query_down = matrix(query_rank, s.hidden), a.query_norm = norm(query_rank);
+            a.query = matrix(query, query_rank);
+        } else {
+            a.query = matrix(query, s.hidden);
+        }
+        a.latent_down = matrix(s.latent_width(), s.hidden), a.latent_norm = norm(s.rank());
+        a.expansion = plain(s.num_heads * (s.head_dim + s.value_dim()) * s.rank());
+        a.output = matrix(s.hidden, s.num_heads * s.value_dim());
+        keys_.resize(CACHE_TOKENS * s.latent_width());
+        a.cache = keys_.data();
+        a.num_heads = s.num_heads, a.fixed_dim = a.rotary_dim = s.head_dim;
+        a.rank = s.rank(), a.value_dim = s.value_dim(), a.angles = 1, a.scale = 0.3f;
     }
 
     void append(const Bytes& part) { experts_.insert(experts_.end(), part.begin(), part.end()); }
@@ -179,7 +233,10 @@ class OwnLayer {
         e.router = form_.is_float32 ? static_cast<const void*>(router_.data())
                                     : plain(s.num_experts * s.hidden);
         e.bias = form_.has_share ? bias_.data() : nullptr;
-        e.choice = {s.num_experts, s.k, 1, 1, 1, form_.is_float32, 1, 0, 1.5f};
+        if (form_.has_sinks)
+            e.logit_bias = form_.is_float32 ? static_cast<const void*>(bias_.data())
+                                            : plain(s.num_experts);
+        e.choice = {s.num_experts, s.k, 1, 1, 1, form_.is_float32, 1, 0, 1.5f, form_.has_sinks};
         e.run = kind_.experts, e.mlps = kind_.mlps, e.variant = kind_.variant, e.width = s.width;
         std::fill_n(e.types, 3, kind_.type);
         const long inward = s.width * kind_.row_bytes(s.hidden);
@@ -210,6 +267,7 @@ class OwnLayer {
     const Form form_;
     std::vector<Numbers> numbers_;
     std::vector<Bytes> stored_;
+    std::vector<Floats> wide_;
     Numbers keys_, values_;
     Floats router_, bias_;
     Bytes experts_;
@@ -221,18 +279,24 @@ class OwnPass {
     OwnPass(const Sizes& s, int variant, int num_threads, const Numbers& x, const Numbers& turns)
         : x_(x) {
         const long num_rows = long(x.size()) / s.hidden, pairs = num_rows * s.k;
-        const long size = s.num_heads * s.head_dim;
-        const long width = size + 2 * s.num_key_heads * s.head_dim;
+        const long size = s.num_heads * std::max(s.head_dim, s.rank());
+        const long width = s.num_heads * 2 * s.head_dim + 2 * s.num_key_heads * s.head_dim;
         for (long row = 0; row < num_rows; ++row) {
             const long first = row % 2 * 5, count = 1 + row / 2;
             tokens_.insert(tokens_.end(), {first, count});
         }
-        pass = {variant, num_threads, num_rows, x_.data(), turns.data(), turns.data(),
-                s.head_dim / 2, tokens_.data(), room(num_rows * s.hidden), room(num_rows * width),
-                room(num_rows * size), room(num_rows * s.hidden), room(num_rows * s.hidden),
-                nullptr, nullptr, room(pairs * s.hidden), room(pairs * s.width),
-                room(pairs * s.width), nullptr, room(num_rows * s.shared_width),
-                room(num_rows * s.shared_width), room(num_rows * s.hidden), room(num_rows)};
+        for (bf16 each : turns) wide_turns_.push_back(lowtide::widen(each));
+        angles_[0] = {turns.data(), turns.data(), s.head_dim / 2, 0};
+        angles_[1] = {wide_turns_.data(), wide_turns_.data(), s.head_dim / 2, 1};
+        const long latent = num_rows * s.latent_width();
+        pass = {variant, num_threads, num_rows, x_.data(), angles_, tokens_.data(),
+                room(num_rows * s.hidden), room(num_rows * width), room(num_rows * size),
+                room(num_rows * s.hidden), room(num_rows * (s.head_dim + 1)), room(latent),
+                room(s.num_heads * latent), room(num_rows * s.num_heads * s.value_dim()),
+                room(num_rows * s.hidden), nullptr, nullptr, room(pairs * s.hidden),
+                room(pairs * s.width), room(pairs * s.width), nullptr,
+                room(num_rows * s.shared_width), room(num_rows * s.shared_width),
+                room(num_rows * s.hidden), room(num_rows)};
         router_input_.resize(num_rows * s.hidden), logits_.resize(num_rows * s.num_experts);
         routed_.resize(num_rows * s.hidden);
         pass.router_input = router_input_.data(), pass.logits = logits_.data();
@@ -254,7 +318,8 @@ class OwnPass {
     Numbers x_;
     Ids tokens_;
     std::vector<Numbers> rooms_;
-    Floats router_input_, logits_, routed_;
+    Angles angles_[2];
+    Floats wide_turns_, router_input_, logits_, routed_;
 };
 
 // Owns what a residency points to: slots without owners are free, and nobody is to be admitted.

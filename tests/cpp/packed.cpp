@@ -133,10 +133,12 @@ void run_all_packed(ExpertsFunction* whole, MlpsFunction* groups, int best, long
 void check_blocks(const Library& kernels) {
     const int best = kernels.function<int()>("lowtide_best_variant")();
     auto* unpack = kernels.function<Unpack>("lowtide_packed_unpack");
-    auto* layout = kernels.function<const char*(const char*, long, long*)>("lowtide_layout");
+    auto* layout =
+        kernels.function<const char*(const char*, long, const char**, long*)>("lowtide_layout");
     for (int type = 0; type < NUM_TYPES; ++type) {
-        long place[2] = {};
-        expect(layout("BlockType", type, place) != nullptr, "a type's name", type);
+        const char* none = nullptr;
+        long place[3] = {};
+        expect(layout("BlockType", type, &none, place) != nullptr, "a type's name", type);
         expect(place[0] == BLOCKS[type].size && place[1] == BLOCKS[type].num_bytes, "blocks", type);
         for (long num_blocks : {0, 1, 7}) {
             std::vector<std::uint8_t> stored(num_blocks * BLOCKS[type].num_bytes);

@@ -71,7 +71,7 @@ void choose(const Library& library, int best, const long (&sizes)[5], long num_r
     auto* call = library.function<ChooseExperts>("lowtide_choose_experts");
     const bool has_bias = has & 8, has_nan = has & 16;
     const Choice choice = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(has & 1),
-                           int(has >> 1 & 1), int(has >> 2 & 1), 2.5f};
+                           int(has >> 1 & 1), int(has >> 2 & 1), 2.5f, int(has >> 5 & 1)};
     const long num_logits = num_rows * choice.num_experts;
     Floats logits(num_logits);
     Numbers narrow;
@@ -130,7 +130,7 @@ void check_router(const Library& kernels) {
             for (long num_k : {1, 63, 130, 515}) multiply(kernels, best, num_rows, num_outs, num_k);
     for (const auto& sizes : CHOICES)
         for (long num_rows : {0, 1, 7})
-            for (unsigned has = 0; has < 32; ++has) choose(kernels, best, sizes, num_rows, has);
+            for (unsigned has = 0; has < 64; ++has) choose(kernels, best, sizes, num_rows, has);
     for (long num_rows : {0, 1, 3})
         for (long length : {1, 2, 15, 18, 515}) change_rows(kernels, best, num_rows, length);
 }

@@ -7,6 +7,7 @@ weights, so even few experts keep them busy.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from lowtide.core import BoolArray, IntArray
 from lowtide.experts.layout import ExpertLayout
 from lowtide.experts.rows import ExpertBuffers, LayerCall
 from lowtide.experts.slots import ExpertSlots
-from lowtide.kernels.cpu.weight_calls import CompiledExperts, ExpertCallStruct
+from lowtide.kernels.cpu.weight_calls import CompiledExperts
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.kernels.operands import SlotPlaces
 from lowtide.kernels.reference import Kernels
@@ -78,7 +79,7 @@ class BatchedExperts:
         """Return True if `layer_call` supports a layer's rows."""
         return self._layers[call.layer][0].takes(call.x)
 
-    def layer_call(self, call: LayerCall) -> tuple[ExpertCallStruct, ExpertBuffers]:
+    def layer_call(self, call: LayerCall) -> tuple[ctypes.Structure, ExpertBuffers]:
         """Prepare a call for all of a layer's experts and their sum; the slots are given later.
 
         Also returns its scratch from the workspace, to be kept, as is `call`, while the experts

@@ -25,8 +25,9 @@ from lowtide.experts.rows import LayerCall
 from lowtide.experts.slots import TAKEN
 from lowtide.experts.stats import ExpertStats
 from lowtide.experts.transfer import DiskTransfer
+from lowtide.kernels.cpu.library import struct
 from lowtide.kernels.cpu.reader import Readiness
-from lowtide.kernels.cpu.residency import LayerExperts, ResidencyStruct
+from lowtide.kernels.cpu.residency import LayerExperts
 from lowtide.kernels.layer_parts import Status
 from lowtide.policies.ranks import Ranks
 from lowtide.policies.reads_ahead import AheadTrial
@@ -69,7 +70,7 @@ class CompiledResidents:
         self._begin_s = 0.0  # when the pass began
         self._is_waiting: tuple[int, int, float] | None = None  # layer, expert, and since when
         free = ledger.free
-        self._struct = ResidencyStruct(
+        self._struct = struct("Residency")(
             *map(_address, (ledger.table, ledger.owner, free.ring, free.state)),
             num_experts,
             ledger.num_slots,

@@ -147,7 +147,7 @@ class CompiledKernels(Kernels):
         out: Tensor,
         num_threads: int = 1,
     ) -> None:
-        if weight.dtype == x.dtype and is_on_host(x):
+        if is_on_host(x) and weight.dtype in (torch.bfloat16, torch.float32):
             self._few_rows.rms_norm(x, weight, eps, out, num_threads)
         else:
             super().rms_norm(x, weight, eps, workspace, out)
@@ -159,6 +159,22 @@ class CompiledKernels(Kernels):
             self._few_rows.rotate(x, *rotation, num_threads)
         else:
             super().rotate(x, rotation, workspace)
+
+    def rotate_pairs(
+        self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
+    ) -> None:
+        if is_on_host(x):
+            self._few_rows.rotate_pairs(x, *rotation, num_threads)
+        else:
+            super().rotate_pairs(x, rotation, workspace)
+
+    def multiply_heads(
+        self, x: Tensor, weight: Tensor, out: Tensor, workspace: Buffers, num_threads: int = 1
+    ) -> None:
+        if self._few_rows.takes_heads(x, weight) and out.stride(2) == 1:
+            self._few_rows.multiply_heads(x, weight, out, num_threads)
+        else:
+            super().multiply_heads(x, weight, out, workspace)
 
     def silu_times(self, gate: Tensor, up: Tensor, num_threads: int = 1) -> None:
         if is_on_host(gate) and gate.is_contiguous() and up.is_contiguous():
@@ -190,8 +206,9 @@ class CompiledKernels(Kernels):
         scale: float | None,
         out: Tensor,
         num_threads: int,
+        sinks: Tensor | None = None,
     ) -> None:
-        self._few_rows.attend(query, keys, values, scale, out, num_threads)
+        self._few_rows.attend(query, keys, values, scale, out, num_threads, sinks)
 
     def _operators(self, rounds: bool) -> PackedOperators:
         return self._rounding if rounds and self._rounding is not None else self._packed

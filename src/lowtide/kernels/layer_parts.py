@@ -5,11 +5,12 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
 from lowtide.kernels.cpu.weight_calls import CompiledExperts
-from lowtide.kernels.operands import ExpertChoice, HeadNorms, Matrix, Rotation, SlotPlaces
+from lowtide.kernels.operands import ExpertChoice, Matrix, Rotation, SlotPlaces
 
 
 class Product(NamedTuple):
@@ -19,16 +20,110 @@ class Product(NamedTuple):
     bias: Tensor | None = None
 
 
-class AttentionParts(NamedTuple):
-    """Grouped-query attention over all earlier tokens."""
+class NormParts(NamedTuple):
+    """RMS norm, by a weight in the compute dtype or in float32."""
 
-    norm: Tensor
+    weight: Tensor  # [length]
+    eps: float
+
+
+class GroupedParts(NamedTuple):
+    """Attention of query heads that share key heads, over all earlier tokens or a window."""
+
+    norm: NormParts
     projections: tuple[Product, ...]  # queries, keys and values, or all of them in one
-    head_norms: HeadNorms | None
+    query_norm: NormParts | None  # of a head, or of all heads together
+    key_norm: NormParts | None
     output: Product
     keys: Tensor  # [kv_heads, tokens, head_dim]: the layer's cache
     values: Tensor
     num_heads: int
+    scale: float
+    window: int = 0  # tokens that a row sees, its own included; 0: all
+    sinks: Tensor | None = None  # [num_heads] float32
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return (*self.projections, self.output)
+
+    @property
+    def norms(self) -> tuple[NormParts | None, ...]:
+        return self.norm, self.query_norm, self.key_norm
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Other tensors in the compute dtype."""
+        return self.keys, self.values
+
+    @property
+    def scratch(self) -> dict[str, int]:
+        """Widths by the names of `Scratch`."""
+        num_key_heads, _, head_dim = self.keys.shape
+        hidden = len(self.norm.weight)
+        return {
+            "normed": hidden,
+            "projected": (self.num_heads + 2 * num_key_heads) * head_dim,
+            "attended": self.num_heads * head_dim,
+            "update": hidden,
+        }
+
+
+class LatentParts(NamedTuple):
+    """Attention over latents, with one rotating key for all heads beside each."""
+
+    norm: NormParts
+    query_down: Product | None  # None: queries are projected at once
+    query_norm: NormParts | None
+    query: Product  # a head's are [fixed | rotating]
+    latent_down: Product
+    latent_norm: NormParts
+    expansion: Tensor  # [heads * (fixed + value), rank]: a head's keys, then its values
+    output: Product
+    cache: Tensor  # [1, tokens, rank + rotating]
+    num_heads: int
+    fixed_dim: int
+    scale: float
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        down = () if self.query_down is None else (self.query_down,)
+        return (*down, self.query, self.latent_down, self.output)
+
+    @property
+    def norms(self) -> tuple[NormParts | None, ...]:
+        return self.norm, self.query_norm, self.latent_norm
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Other tensors in the compute dtype."""
+        return self.expansion, self.cache
+
+    @property
+    def rank(self) -> int:
+        return len(self.latent_norm.weight)
+
+    @property
+    def value_dim(self) -> int:
+        return len(self.expansion) // self.num_heads - self.fixed_dim
+
+    @property
+    def scratch(self) -> dict[str, int]:
+        """Widths by the names of `Scratch`."""
+        hidden, width = len(self.norm.weight), self.cache.shape[2]
+        return {
+            "normed": hidden,
+            "query_latent": 0 if self.query_norm is None else len(self.query_norm.weight),
+            "projected": self.query.weight.shape[0],
+            "latent": width,
+            "latent_query": self.num_heads * width,
+            "attended": self.num_heads * self.rank,
+            "value": self.num_heads * self.value_dim,
+            "update": hidden,
+        }
+
+
+MixerParts = GroupedParts | LatentParts
+"""Parts of a layer's mixer, by its kind."""
 
 
 class RouterParts(NamedTuple):
@@ -37,6 +132,7 @@ class RouterParts(NamedTuple):
     weight: Tensor  # [num_experts, hidden], float32 or the compute dtype, as the logits are
     bias: Tensor | None  # [num_experts] float32, which ranks and does not weigh
     choice: ExpertChoice
+    logit_bias: Tensor | None = None  # [num_experts], of the weight's dtype
 
 
 class MLPParts(NamedTuple):
@@ -60,41 +156,63 @@ class ExpertParts(NamedTuple):
 class LayerParts(NamedTuple):
     """Layer with at least one of `router` and `shared`."""
 
-    attention: AttentionParts | None  # None: it is computed by itself
-    mlp_norm: Tensor
+    mixer: MixerParts | None  # None: it is computed by itself
+    mlp_norm: NormParts
     router: RouterParts | None
     shared: MLPParts | None
     experts: ExpertParts | None  # None: they are computed by themselves
-    eps: float
 
     @property
     def products(self) -> list[Product]:
         """List the products with matrices of any format.
 
-        These are attention's projections and output, then gate, up and down of the shared MLP.
+        These are the mixer's, then gate, up and down of the shared MLP.
         """
         found: list[Product] = []
-        if self.attention is not None:
-            found += [*self.attention.projections, self.attention.output]
+        if self.mixer is not None:
+            found += self.mixer.products
         if self.shared is not None:
             found += map(Product, self.shared[:3])
         return found
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """List the tensors that are in the compute dtype whatever the matrices' format.
+    def norms(self) -> list[NormParts]:
+        """List the norms, whose weights are in the compute dtype or in float32."""
+        mixers = () if self.mixer is None else self.mixer.norms
+        return [norm for norm in (self.mlp_norm, *mixers) if norm is not None]
 
-        A router may be in float32 instead.
-        """
-        found: list[Tensor | None] = [self.mlp_norm, *(each.bias for each in self.products)]
-        if self.attention is not None:
-            norm, _, head_norms, _, *cache, _ = self.attention
-            found += [norm, *(head_norms or ()), *cache]
-        if self.router is not None and self.router.weight.dtype == self.mlp_norm.dtype:
-            found.append(self.router.weight)
+    @property
+    def tensors(self) -> list[Tensor]:
+        """List the tensors that are in the compute dtype whatever the matrices' format."""
+        found = [each.bias for each in self.products]
+        if self.mixer is not None:
+            found += self.mixer.tensors
         if self.shared is not None:
             found.append(self.shared.share)
         return [tensor for tensor in found if tensor is not None]
+
+    @property
+    def scratch(self) -> tuple[dict[str, tuple[int, torch.dtype]], ...]:
+        """Widths and dtypes of the mixer's and of the MLP's scratch, by the names of `Scratch`.
+
+        The two are never alive together; none of it is the experts' own.
+        """
+        weight, router, shared = self.mlp_norm.weight, self.router, self.shared
+        hidden, narrow, wide = len(weight), torch.bfloat16, torch.float32
+        of_mixer = {} if self.mixer is None else self.mixer.scratch
+        of_mlp = {"mlp_input": (hidden, narrow)}
+        if router is not None:
+            of_mlp["logits"] = (len(router.weight), router.weight.dtype)
+            of_mlp["routed"] = (hidden, wide)
+            if router.weight.dtype is wide:
+                of_mlp["router_input"] = (hidden, wide)
+        if shared is not None:
+            width = shared.gate.shape[0]
+            of_mlp |= {"shared": (hidden, narrow), "shared_gate": (width, narrow)}
+            of_mlp["shared_up"] = (width, narrow)
+            if shared.share is not None:
+                of_mlp["share"] = (1, narrow)
+        return {name: (width, narrow) for name, width in of_mixer.items()}, of_mlp
 
 
 class Scratch(NamedTuple):
@@ -104,10 +222,14 @@ class Scratch(NamedTuple):
     parts does not need it.
     """
 
-    normed: Tensor | None  # [rows, hidden]: attention's input
-    qkv: Tensor | None  # [rows, heads, head_dim]
-    attended: Tensor | None  # [rows, heads, head_dim]
+    normed: Tensor | None  # [rows, hidden]: the mixer's input
+    projected: Tensor | None  # [rows, heads * head_dim]: queries, perhaps keys and values
+    attended: Tensor | None  # [rows, heads * head_dim]
     update: Tensor | None  # [rows, hidden]
+    query_latent: Tensor | None  # [rows, query rank]
+    latent: Tensor | None  # [rows, rank + rotating]
+    latent_query: Tensor | None  # [rows, heads * (rank + rotating)]
+    value: Tensor | None  # [rows, heads * value_dim]
     mlp_input: Tensor | None  # [rows, hidden], of every layer
     router_input: Tensor | None  # [rows, hidden] float32, for a router in float32
     logits: Tensor | None  # [rows, num_experts]
@@ -125,9 +247,9 @@ class PassFacts(NamedTuple):
     """Arguments that all layers of a pass share."""
 
     x: Tensor  # [rows, hidden], which every layer adds to
-    rotation: Rotation
-    tokens: IntArray  # [rows, 2]: the first token of the cache that a row sees, and how many; its
-    # own is the last of them. Unused by layers whose rows had their attention already.
+    rotations: tuple[Rotation, ...]
+    tokens: IntArray  # [rows, 2]: the first token of a row's sequence in the cache, and how many of
+    # them it sees, its own the last. Unused by layers whose rows had their attention already.
 
 
 class Status(IntEnum):

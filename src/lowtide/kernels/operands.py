@@ -59,6 +59,7 @@ class ExpertChoice(NamedTuple):
     num_chosen: int
     is_sigmoid: bool  # scores by sigmoid, else by softmax
     normalise: bool
+    of_chosen: bool = False  # logits rank; weights are a softmax of the chosen alone, rounded
     rounds_weights: bool = False  # to the logits' dtype
     num_groups: int = 1
     num_groups_kept: int = 1

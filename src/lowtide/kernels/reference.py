@@ -220,7 +220,9 @@ class Kernels:
         """
         reference_rows.rotate(x, rotation, workspace)
 
-    def rotate_pairs(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+    def rotate_pairs(
+        self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
+    ) -> None:
         """Rotate x [rows, heads, rotary_dim] in place: dimension 2 i with dimension 2 i + 1.
 
         Computed in float32, which must be the dtype of `rotation`, and rounded once.
@@ -265,6 +267,15 @@ class Kernels:
         """
         x.mul_(gates.sigmoid_())
 
+    def multiply_heads(
+        self, x: Tensor, weight: Tensor, out: Tensor, workspace: Buffers, num_threads: int = 1
+    ) -> None:
+        """Compute `out[:, h] = x[:, h] @ weight[h]`.
+
+        x [rows, heads, in], weight [heads, in, out], out [rows, heads, out].
+        """
+        reference_rows.multiply_heads(x, weight, out, workspace)
+
     # Attention of a single row
 
     def attends_rows(self, query: Tensor) -> bool:
@@ -279,15 +290,21 @@ class Kernels:
         scale: float | None,
         out: Tensor,
         num_threads: int,
+        sinks: Tensor | None = None,
     ) -> None:
         """Compute attention of one row's heads over all of keys and values.
 
         query, out [heads, head_dim] contiguous; keys, values [kv_heads, tokens, head_dim], rows
-        adjacent, the same stride of heads; scale: by default head_dim ** -0.5.
+        adjacent, the same stride of heads; scale: by default head_dim ** -0.5. sinks [heads]
+        float32: a further score of each head, which takes its share of the softmax.
         """
         grouped = query.view(1, keys.shape[0], -1, query.shape[1])
-        attended = F.scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale)
-        out.copy_(attended.view_as(query))
+        scores = grouped.float() @ keys[None].float().transpose(2, 3)
+        scores *= query.shape[1] ** -0.5 if scale is None else scale
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(*grouped.shape[:3], 1)), -1)
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
+        out.copy_((weights @ values[None].float()).view_as(query))
 
     # Routing
 
@@ -307,6 +324,9 @@ class Kernels:
         [tokens, num_experts] contiguous, overwritten; bias [num_experts] float32 affects the choice
         and not the weights.
         """
+        if choice.of_chosen:
+            experts = self.top_experts(logits, choice.num_chosen)
+            return experts, logits.gather(1, experts).softmax(-1).float() * choice.scaling_factor
         if choice.is_sigmoid:
             scores = logits.sigmoid_()
         else:

@@ -42,6 +42,19 @@ def rotate_pairs(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
     _by_few(partial(_rotate_parts_in_float32, workspace), x[..., 0::2], x[..., 1::2], *rotation)
 
 
+def multiply_heads(x: Tensor, weight: Tensor, out: Tensor, workspace: Buffers) -> None:
+    """Compute `Kernels.multiply_heads`."""
+    num_rows, num_heads, _ = x.shape
+    with workspace.scope():
+        heads_first = workspace.take("heads", (num_heads, num_rows, x.shape[2]), x.dtype)
+        product = workspace.take("product", (num_heads, num_rows, out.shape[2]), x.dtype)
+        # For some dtypes bmm makes a contiguous copy of the weight.
+        workspace.library("weight copy", weight.numel() * weight.dtype.itemsize)
+        heads_first.copy_(x.transpose(0, 1))
+        torch.bmm(heads_first, weight, out=product)
+        out.copy_(product.transpose(0, 1))
+
+
 def _by_few(run: Callable[..., None], *rows: Tensor) -> None:
     """Call `run` for `SCRATCH_ROWS` at a time; no row's bits depend on the others."""
     num_rows = rows[0].shape[0]

@@ -67,7 +67,9 @@ class TritonKernels(Kernels):
     ) -> None:
         triton_rows.rotate(x, *rotation)
 
-    def rotate_pairs(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+    def rotate_pairs(
+        self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
+    ) -> None:
         triton_rows.rotate(x, *rotation, is_interleaved=True)
 
     def normalise_and_rotate(

@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lowtide.core import Step
+from lowtide.core import RowKind, Step
 from lowtide.memory.chunking import Counts, LogitNeeds
 from lowtide.memory.kv_cache import KVCache, KVRange
 
 __all__ = ["Batch", "KVRange", "Segment"]
+
+MAX_ANSWER_ROWS = 8
+"""Most rows of an answer that attend one by one: more are cheaper together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,13 @@ class Segment:
     block_length: int
     kv: KVRange
     sees_to: int = 0  # end of the positions that a whole block sees, if behind its last row
+    is_answer: bool = False  # causal, and each row's token follows those before it
+
+    @property
+    def goes_by_rows(self) -> bool:
+        """True if each row attends by itself, with the bits of a pass of its own."""
+        num_rows = self.stop - self.start
+        return self.block_length == 1 and (num_rows == 1 or self.is_answer)
 
     @property
     def end_position(self) -> int:
@@ -65,7 +75,25 @@ class Batch:
             kv_cache.of_pass(one.kv, slice(one.start, one.stop), one.end_position)
             for one in self.segments
         ]
-        if all(one.kv is kv for one, kv in zip(self.segments, ranges, strict=True)):
+        marked = self._marked()
+        pairs = list(zip(marked, ranges, strict=True))
+        if all(one.kv is kv for one, kv in pairs) and marked is self.segments:
             return self
-        pairs = zip(self.segments, ranges, strict=True)
         return replace(self, segments=tuple(replace(one, kv=kv) for one, kv in pairs))
+
+    def _marked(self) -> tuple[Segment, ...]:
+        """Return the segments, with `is_answer` where several rows are all of an answer."""
+        several = [
+            one
+            for one in self.segments
+            if one.block_length == 1 and 1 < one.stop - one.start <= MAX_ANSWER_ROWS
+        ]
+        if not several:
+            return self.segments
+        kinds = self.step.rows_of(len(self.token_ids)).kind
+        answers = {
+            one.start: replace(one, is_answer=True)
+            for one in several
+            if (kinds[one.start : one.stop] == RowKind.DECODE).all()
+        }
+        return tuple(answers.get(one.start, one) for one in self.segments)

@@ -60,8 +60,10 @@ def attend_causal_segment(
     """Attend tile by tile; single rows use the kernels' own operator if there is one."""
     kernels, num_cores = compute.kernels, compute.executor.num_cores
     scale, window, sinks = scores
-    has_row_kernel = sinks is None and kernels.attends_rows(query)
-    for tile in tiles(segment.stop - segment.start, CAUSAL_ROWS):
+    has_row_kernel = kernels.attends_rows(query)
+    num_rows = segment.stop - segment.start
+    by_rows = has_row_kernel and segment.goes_by_rows
+    for tile in pieces(num_rows, 1) if by_rows else tiles(num_rows, CAUSAL_ROWS):
         rows = slice(segment.start + tile.start, segment.start + tile.stop)
         position = segment.first_position + tile.start
         keys, values = read(segment.first_position + tile.stop)
@@ -70,7 +72,7 @@ def attend_causal_segment(
             keys, values = keys[:, first:], values[:, first:]
         if has_row_kernel and rows.stop - rows.start == 1:
             row = rows.start
-            kernels.attend_row(query[row], keys, values, scale, out[row], num_cores)
+            kernels.attend_row(query[row], keys, values, scale, out[row], num_cores, sinks)
         else:
             kv_heads = keys.shape[0]
             own, own_out = by_head(query[rows], kv_heads), by_head(out[rows], kv_heads)

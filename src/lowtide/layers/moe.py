@@ -22,6 +22,10 @@ ModelExperts = ExpertRuntime | NoExperts
 """Runs the routed experts of all layers."""
 
 
+_ROUTING = (torch.int64, torch.float32)
+"""Dtypes of a routing's experts and weights."""
+
+
 class MoELayer:
     """Routed experts plus an optional shared expert that every token uses."""
 
@@ -70,6 +74,12 @@ class MoELayer:
         scores = self.router.scores(x) if self.experts.asks_scores else None
         with workspace.scope():
             self.experts.forward(LayerCall(self.index, x, routing, step, workspace, out, scores))
+
+    def register_experts(self, x: Tensor, num_chosen: int, step: Step) -> None:
+        """Take what `run_experts` takes for rows x [rows, hidden] on the meta device."""
+        shape = (len(x), num_chosen)
+        routing = Routing(*(torch.empty(shape, dtype=each, device=x.device) for each in _ROUTING))
+        self.run_experts(x, routing, step, x)
 
     def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
         """Compute `out = routed + expert(x)`; `out` may be `x`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowtide.compute import Compute
+from lowtide.kernels.layer_parts import NormParts
 from lowtide.layers.rows import in_tiles
 
 
@@ -15,6 +16,9 @@ class Norm:
         self.weight = weight
         self.eps = eps
         self._compute = compute
+
+    def parts(self) -> NormParts:
+        return NormParts(self.weight, self.eps)
 
     def of(self, x: Tensor) -> Tensor:
         """Normalise x [rows, hidden] into a buffer that lives until the enclosing scope ends."""

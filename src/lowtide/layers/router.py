@@ -230,13 +230,22 @@ class TopSoftmaxRouter(Router):
     bias: Tensor  # [num_experts]
     num_experts_per_token: int
 
+    def parts(self) -> RouterParts:
+        return RouterParts(self.weight, None, self._choice, self.bias)
+
     @property
     def _logit_bias(self) -> Tensor:
         return self.bias
 
     def _choose(self, x: Tensor) -> Routing:
-        # Logits and top-k results: small, and without `out=` forms.
+        # Top-k results: small, and without `out=` forms.
         self.compute.workspace.library("router", 4 * 4 * x.shape[0] * self.weight.shape[0])
-        logits = torch.addmm(self.bias, x, self.weight.t())
-        experts = self.compute.kernels.top_experts(logits, self.num_experts_per_token)
-        return Routing(experts, logits.gather(1, experts).softmax(-1).float())
+        with self.compute.workspace.scope():
+            logits = self._logits(x)
+            return Routing(*self.compute.kernels.choose_experts(logits, None, self._choice))
+
+    @cached_property
+    def _choice(self) -> ExpertChoice:
+        return ExpertChoice(
+            self.num_experts_per_token, is_sigmoid=False, normalise=False, of_chosen=True
+        )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import AttentionSpec, ModelConfig
-from lowtide.kernels.layer_parts import AttentionParts
+from lowtide.kernels.layer_parts import GroupedParts, NormParts
 from lowtide.kernels.operands import HeadNorms
 from lowtide.layers.attention import CachedAttention
 from lowtide.layers.batch import Batch, Segment
@@ -64,19 +64,25 @@ class GroupedAttention:
         scores = Scores(window=self._spec.window, sinks=sinks)
         self._attention = CachedAttention(layer, kv_cache, compute, scores)
 
-    def parts(self, norm: Norm) -> AttentionParts | None:
-        """Return parts for kernels that run whole layers; None with windows, sinks or no cache."""
+    def parts(self, norm: Norm) -> GroupedParts | None:
+        """Return parts for kernels that run whole layers; None if there is no cache."""
         layer, kv_cache, _, scores = self._attention
         arrays = kv_cache.arrays(layer)
-        if not scores.are_plain or arrays is None:
+        if arrays is None:
             return None
-        return AttentionParts(
-            norm.weight,
+        norms = self._norms or (None, None)
+        query_norm, key_norm = (None if x is None else NormParts(x, self._eps) for x in norms)
+        return GroupedParts(
+            norm.parts(),
             self._projection.whole.products,
-            self._norms,
+            query_norm,
+            key_norm,
             self._output.product,
             *arrays,
             self._spec.num_heads,
+            self._spec.head_dim**-0.5 if scores.scale is None else scores.scale,
+            scores.window,
+            scores.sinks,
         )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:

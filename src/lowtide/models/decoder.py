@@ -20,11 +20,18 @@ from lowtide.config import AttentionSpec, ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.errors import InternalError
 from lowtide.experts.rows import LayerCall, Routing
-from lowtide.kernels.layer_parts import AttentionParts
+from lowtide.kernels.layer_parts import MixerParts
 from lowtide.kernels.operands import HeadNorms, Matrix
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
-from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
+from lowtide.layers.few_rows import (
+    MAX_SHORT_ROWS,
+    ShortPass,
+    WholeLayer,
+    WholeModel,
+    layer_parts,
+    take_block,
+)
 from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import ModelExperts, MoELayer
@@ -36,6 +43,7 @@ from lowtide.layers.rows import in_chunks
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.memory.chunking import Counts
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.workspace import TILE_ROWS
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
 Weights = Mapping[str, Matrix]
@@ -45,8 +53,8 @@ Weights = Mapping[str, Matrix]
 class Attention(Protocol):
     """A layer's attention, including its projections."""
 
-    def parts(self, norm: Norm) -> AttentionParts | None:
-        """Return parts for kernels of whole layers; None if `AttentionParts` do not suffice."""
+    def parts(self, norm: Norm) -> MixerParts | None:
+        """Return parts for kernels of whole layers; None if no kind of them suffices."""
         ...
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
@@ -89,6 +97,7 @@ class Decoder:
         )
         self.routers: list[Router] = []  # of the layers that have experts
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
+        self._layer_parts = [block.parts for block in self._blocks if block.parts is not None]
         self._short_pass: ShortPass | None = None  # the last
         self._whole_model = WholeModel.of([block.whole for block in self._blocks], experts)
         self.run_layers = range(config.num_layers)  # a measurement of speed runs the last few
@@ -198,6 +207,8 @@ class Decoder:
         token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
+        if x.is_meta and dtype is torch.bfloat16 and num_rows <= TILE_ROWS:
+            self._register_short_pass(x, batch)
         short = self._begin_short_pass(x, batch, rotations)
         self._experts.begin_pass(batch.step)
         if not self._runs_whole(short):
@@ -257,6 +268,17 @@ class Decoder:
         self.compute.workspace.reset(self._hidden_end)
         return self._head.statistics(hidden, rows, wanted, guidance, form)
 
+    def _register_short_pass(self, x: Tensor, batch: Batch) -> None:
+        """Take what a short pass takes, with its experts run by the runtime, and give it back.
+
+        A plan has room for it whether kernels are compiled or not.
+        """
+        x = x[:MAX_SHORT_ROWS]
+        with self.compute.workspace.scope():
+            take_block(self.compute.workspace, self._layer_parts, len(x))
+            for block in self._blocks:
+                block.register_experts(x, self.config, batch.step)
+
     def _begin_short_pass(self, x: Tensor, batch: Batch, rotations: Rotations) -> ShortPass | None:
         """Return the short pass of x [rows, hidden], or None if the kernels do not take the rows.
 
@@ -266,7 +288,7 @@ class Decoder:
         if not self.compute.kernels.takes_rows(x):
             return None
         if self._short_pass is None or self._short_pass.x is not x:
-            self._short_pass = ShortPass(x, self.compute)
+            self._short_pass = ShortPass(x, self.compute, self._layer_parts)
         self._short_pass.begin(batch, rotations, self.kv_cache)
         return self._short_pass
 
@@ -312,8 +334,8 @@ class _Block:
         mlp_norm: Norm,
         compute: Compute,
     ) -> None:
-        parts = attention.parts(attention_norm)
-        self.whole = WholeLayer.of(parts, mlp_norm, moe, dense, compute)
+        self.parts = layer_parts(attention.parts(attention_norm), mlp_norm, moe, dense)
+        self.whole = WholeLayer.of(self.parts, moe, compute)
         self._attention = attention
         self._moe = moe
         self._dense = dense
@@ -332,6 +354,11 @@ class _Block:
         if not self.whole.attends(short):
             self._attend(x, batch, rotations)
         self.whole.forward(short, batch)
+
+    def register_experts(self, x: Tensor, config: ModelConfig, step: Step) -> None:
+        """Take what the layer's experts take, if it has any, on the meta device."""
+        if self._moe is not None:
+            self._moe.register_experts(x, config.moe.num_experts_per_token, step)
 
     def _attend(self, x: Tensor, batch: Batch, rotations: Rotations) -> None:
         with self._workspace.scope():

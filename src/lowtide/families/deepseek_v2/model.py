@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import LatentAttentionSpec, ModelConfig
+from lowtide.kernels.layer_parts import LatentParts, NormParts
 from lowtide.kernels.operands import Rotation
 from lowtide.layers.attention import CachedAttention
 from lowtide.layers.batch import Batch
@@ -122,6 +123,7 @@ class LatentAttention:
         self._queries = queries
         self._latent = latent
         self._latent_norm = latent_norm
+        self._expansion = expansion
         self._fixed_dim = spec.head_dim - spec.rope.rotary_dim
         kernels = compute.kernels
         self._rotate = kernels.rotate_pairs if spec.rope.is_interleaved else kernels.rotate
@@ -132,8 +134,27 @@ class LatentAttention:
         self._compute = compute
         self._attention = CachedAttention(layer, kv_cache, compute, Scores(spec.softmax_scale))
 
-    def parts(self, norm: Norm) -> None:
-        """Return None: there are no parts for the compiled layer."""
+    def parts(self, norm: Norm) -> LatentParts | None:
+        """Return parts for kernels that run whole layers; None if there is no cache."""
+        layer, kv_cache, _, scores = self._attention
+        arrays = kv_cache.arrays(layer)
+        if arrays is None or scores.scale is None:
+            return None
+        down, query_norm = self._queries.down, self._queries.norm
+        return LatentParts(
+            norm.parts(),
+            None if down is None else down.product,
+            None if query_norm is None else NormParts(query_norm, LATENT_EPS),
+            self._queries.up.product,
+            self._latent.product,
+            NormParts(self._latent_norm, LATENT_EPS),
+            self._expansion,
+            self._output.product,
+            arrays[0],
+            self._spec.num_heads,
+            self._fixed_dim,
+            scores.scale,
+        )
 
     def forward(self, hidden: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """Compute `hidden += attention(norm(hidden))`; hidden [rows, hidden], compute dtype."""
@@ -166,7 +187,7 @@ class LatentAttention:
         value = workspace.take("value", values, attended.dtype)
         # Attention also sums the rotating keys, which are no values; they are dropped here.
         latents = attended[..., : spec.kv_lora_rank]
-        in_tiles(partial(self._by_head, self._to_value), latents, value)
+        in_tiles(partial(self._multiply_heads, self._to_value), latents, value)
         workspace.give_back(attended)
         update = workspace.take("update", shape, attended.dtype)
         self._output.forward(value.view(shape[0], -1), update)
@@ -183,17 +204,9 @@ class LatentAttention:
             rotating = query[..., self._fixed_dim :]
             self._rotate(rotating, Rotation(cos, sin), workspace)
             out[..., rank:].copy_(rotating)
-            self._by_head(self._to_key, query[..., : self._fixed_dim], out[..., :rank])
+            self._multiply_heads(self._to_key, query[..., : self._fixed_dim], out[..., :rank])
 
-    def _by_head(self, weight: Tensor, x: Tensor, out: Tensor) -> None:
+    def _multiply_heads(self, weight: Tensor, x: Tensor, out: Tensor) -> None:
         """Compute out[:, h] = x[:, h] weight[h]: x [rows, heads, in], weight [heads, in, out]."""
-        num_rows, num_heads, _ = x.shape
-        workspace = self._compute.workspace
-        with workspace.scope():
-            heads_first = workspace.take("heads", (num_heads, num_rows, x.shape[2]), x.dtype)
-            product = workspace.take("product", (num_heads, num_rows, out.shape[2]), x.dtype)
-            # For some dtypes bmm makes a contiguous copy of the weight.
-            workspace.library("weight copy", weight.numel() * weight.dtype.itemsize)
-            heads_first.copy_(x.transpose(0, 1))
-            torch.bmm(heads_first, weight, out=product)
-            out.copy_(product.transpose(0, 1))
+        workspace, num_cores = self._compute.workspace, self._compute.executor.num_cores
+        self._compute.kernels.multiply_heads(x, weight, out, workspace, num_cores)

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lowtide.kernels.cpu.library import functions_of
+from lowtide.kernels.cpu.library import functions_of, struct
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 from lowtide.kernels.operands import ExpertChoice
 
@@ -31,10 +30,16 @@ _NO_TYPE = 0
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float
 _P, _LONG = ctypes.c_void_p, ctypes.c_long
 _FUNCTIONS = {
-    "attend": (None, _INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
+    "attend": (None, _INT, _INT, *3 * (_P,), _LONG, _P, *5 * (_LONG,), _FLOAT, _P),
+    "multiply_heads": (
+        *(None, _INT, _INT, _P, _LONG, _LONG, _P, _LONG, _LONG, _INT),
+        *(_P, _LONG, _LONG, *4 * (_LONG,)),
+    ),
     "rms_norm": (None, _INT, _INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
+    "rms_norm_in_float32": (None, _INT, _INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
     "rotate": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
     "rotate_in_float32": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+    "rotate_pairs": (None, _INT, _INT, _P, _LONG, _LONG, _P, _P, *3 * (_LONG,)),
     "silu_times": (None, _INT, _INT, _P, _P, _LONG),
     "weigh_rows": (None, _INT, _P, _P, _LONG, _LONG),
     "multiply_float32": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
@@ -136,6 +141,7 @@ class FewRows:
         scale: float | None,
         out: Tensor,
         num_threads: int,
+        sinks: Tensor | None = None,
     ) -> None:
         """Compute `Kernels.attend_row`, softmax and sums in float32."""
         kv_heads, num_tokens, head_dim = keys.shape
@@ -151,18 +157,49 @@ class FewRows:
             query.shape[0] // kv_heads,
             num_tokens,
             head_dim,
+            head_dim,
             head_dim**-0.5 if scale is None else scale,
+            None if sinks is None else sinks.data_ptr(),
         )
+
+    def multiply_heads(self, x: Tensor, weight: Tensor, out: Tensor, num_threads: int = 1) -> None:
+        """Compute `Kernels.multiply_heads`; the elements of a head of x and of out are adjacent."""
+        num_rows, num_heads, num_k = x.shape
+        by_outs = weight.stride(2) != 1
+        self._functions["multiply_heads"](
+            self.number,
+            num_threads,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            weight.data_ptr(),
+            weight.stride(0),
+            weight.stride(1) if not by_outs else weight.stride(2),
+            by_outs,
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            num_rows,
+            num_heads,
+            out.shape[2],
+            num_k,
+        )
+
+    def takes_heads(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True if `multiply_heads` supports these operands."""
+        is_stored = weight.stride(2) == 1 or weight.stride()[1:] == (1, x.shape[2])
+        return self.takes(x) and x.stride(2) == 1 and is_stored and is_on_host(weight)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, out: Tensor, num_threads: int = 1
     ) -> None:
         """Compute `Kernels.rms_norm` of any number of rows.
 
-        x, out [rows, length] or [rows, heads, length], heads adjacent; weight [length] bfloat16.
+        x, out [rows, length] or [rows, heads, length], heads adjacent; weight [length] bfloat16 or
+        float32.
         """
-        length = weight.shape[0]
-        self._functions["rms_norm"](
+        length, is_wide = weight.shape[0], weight.dtype is torch.float32
+        self._functions["rms_norm_in_float32" if is_wide else "rms_norm"](
             self.number,
             num_threads,
             x.data_ptr(),
@@ -190,6 +227,23 @@ class FewRows:
             cos.data_ptr(),
             sin.data_ptr(),
             *x.shape,
+            cos.shape[2],
+        )
+
+    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, num_threads: int = 1) -> None:
+        """Compute `Kernels.rotate_pairs` of any number of rows, bit for bit.
+
+        The elements of a head are adjacent; cos and sin are contiguous, float32.
+        """
+        self._functions["rotate_pairs"](
+            self.number,
+            num_threads,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            *x.shape[:2],
             cos.shape[2],
         )
 
@@ -231,36 +285,10 @@ def is_on_host(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu
 
 
-class ChoiceStruct(ctypes.Structure):
-    """`Choice` of operators.hpp."""
-
-    _fields_: ClassVar = [
-        ("num_experts", _LONG),
-        ("num_chosen", _LONG),
-        ("num_groups", _LONG),
-        ("num_groups_kept", _LONG),
-        ("num_group_best", _LONG),
-        ("is_sigmoid", _INT),
-        ("normalise", _INT),
-        ("rounds_weights", _INT),
-        ("scaling_factor", _FLOAT),
-    ]
-
-
 @functools.cache
-def choice_struct(choice: ExpertChoice, num_experts: int) -> ChoiceStruct:
+def choice_struct(choice: ExpertChoice, num_experts: int) -> ctypes.Structure:
     """Convert a choice for C++; cached, since every layer of every pass asks for it."""
-    return ChoiceStruct(
-        num_experts,
-        choice.num_chosen,
-        choice.num_groups,
-        choice.num_groups_kept,
-        choice.num_group_best,
-        choice.is_sigmoid,
-        choice.normalise,
-        choice.rounds_weights,
-        choice.scaling_factor,
-    )
+    return struct("Choice")(num_experts=num_experts, **choice._asdict())
 
 
 def _has_rows(x: Tensor, out: Tensor) -> bool:

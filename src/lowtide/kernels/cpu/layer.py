@@ -1,26 +1,28 @@
 """Compiled layers: a layer of a few bfloat16 rows in one or two calls, or all layers in one.
 
-The structs mirror those of layer.cpp. Each matrix may be in any format with compiled products.
+Each matrix may be in any format with compiled products, and each layer of any kind in `_MIXERS`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import InternalError
-from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, ChoiceStruct, FewRows, choice_struct
-from lowtide.kernels.cpu.library import check_layouts, functions_of
-from lowtide.kernels.cpu.residency import ResidencyStruct
-from lowtide.kernels.cpu.weight_calls import MatrixCall, PlacesStruct
+from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows, choice_struct
+from lowtide.kernels.cpu.library import functions_of, struct
+from lowtide.kernels.cpu.weight_calls import MatrixCall
 from lowtide.kernels.layer_parts import (
-    AttentionParts,
+    GroupedParts,
+    LatentParts,
     LayerParts,
+    MixerParts,
+    NormParts,
     PassFacts,
     Product,
     Residents,
@@ -30,8 +32,10 @@ from lowtide.kernels.layer_parts import (
 )
 from lowtide.kernels.operands import Matrix
 
-_INT, _LONG, _FLOAT, _P = ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_void_p
+_INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "mix_grouped": (None, _P, _P, _LONG),
+    "mix_latent": (None, _P, _P, _LONG),
     "run_to_router": (None, _P, _P, _INT, _P, _P),
     "run_from_experts": (None, _P, _P),
     "run_layers": (_INT, _P, _P, _LONG, _INT, _P),
@@ -41,85 +45,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Matrix(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("multiply", _P),
-        ("variant", _INT),
-        ("type", _INT),
-        ("weight", _P),
-        ("bias", _P),
-        ("num_outs", _LONG),
-    ]
-
-
-class _Attention(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("norm", _P),
-        ("projections", _Matrix * 3),
-        ("num_projections", _LONG),
-        ("query_norm", _P),
-        ("key_norm", _P),
-        ("query_norm_length", _LONG),
-        ("key_norm_length", _LONG),
-        ("output", _Matrix),
-        ("keys", _P),
-        ("values", _P),
-        ("head_stride", _LONG),
-        ("num_heads", _LONG),
-        ("num_key_heads", _LONG),
-        ("head_dim", _LONG),
-        ("scale", _FLOAT),
-    ]
-
-
-class _Experts(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("router", _P),
-        ("is_float32", _LONG),
-        ("bias", _P),
-        ("choice", ChoiceStruct),
-        ("run", _P),
-        ("mlps", _P),
-        ("variant", _INT),
-        ("types", _INT * 3),
-        ("places", PlacesStruct),
-        ("width", _LONG),
-    ]
-
-
-class _Shared(ctypes.Structure):
-    _fields_: ClassVar = [("gate", _Matrix), ("up", _Matrix), ("down", _Matrix), ("share", _P)]
-
-
-class _Layer(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("attention", _Attention),
-        ("mlp_norm", _P),
-        ("experts", _Experts),
-        ("shared", _Shared),
-        ("hidden", _LONG),
-        ("eps", _FLOAT),
-    ]
-
-
-class _Pass(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("variant", _INT),
-        ("num_threads", _INT),
-        ("num_rows", _LONG),
-        ("x", _P),
-        ("cos", _P),
-        ("sin", _P),
-        ("half", _LONG),
-        ("tokens", _P),
-        *((name, _P) for name in Scratch._fields),
-    ]
-
-
-class _Turn(ctypes.Structure):
-    _fields_: ClassVar = [("layer", _P), ("pass", _P), ("number", _LONG)]
-
-
 class CompiledPass:
     """Arguments of a pass and scratch of its layers; keeps all of it alive.
 
@@ -127,35 +52,41 @@ class CompiledPass:
     """
 
     def __init__(self, variant: int, facts: PassFacts, scratch: Scratch, num_threads: int) -> None:
-        self._scratch = scratch
-        x, of_pass = facts.x, (None, None, 0, None)
-        self._struct = _Pass(
-            variant, num_threads, len(x), x.data_ptr(), *of_pass, *map(_address, scratch)
+        self.scratch = scratch
+        self._struct = struct("Pass")(
+            variant=variant,
+            num_threads=num_threads,
+            num_rows=len(facts.x),
+            x=facts.x.data_ptr(),
+            **{name: _address(each) for name, each in scratch._asdict().items()},
         )
+        self._angles = (struct("Angles") * len(facts.rotations))()
+        self._struct.angles = ctypes.addressof(self._angles)
         self.address = ctypes.addressof(self._struct)
         self.begin(facts)
 
     def begin(self, facts: PassFacts) -> None:
         """Begin another pass, whose `x` must be the same memory."""
-        struct, (cos, sin) = self._struct, facts.rotation
         self._facts = facts
-        struct.cos, struct.sin, struct.half = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
-        struct.tokens = facts.tokens.ctypes.data
+        for angles, (cos, sin) in zip(self._angles, facts.rotations, strict=True):
+            angles.cos, angles.sin, angles.half = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+            angles.is_float32 = cos.dtype is torch.float32
+        self._struct.tokens = facts.tokens.ctypes.data
 
 
 class CompiledLayer:
     """Layer of few rows, with the bits of its operators run one by one.
 
-    Keeps alive the weights that its struct points to. `attends`: run attention in the call; False
+    Keeps alive the weights that its struct points to. `mixes`: run the mixer in the call; False
     if it has been run already.
     """
 
     def __init__(self, few_rows: FewRows, parts: LayerParts, calls: Sequence[MatrixCall]) -> None:
         """Build the struct; parts: accepted by `takes_layer`; calls: one for each of `products`."""
-        self.functions = _functions(few_rows.library)
+        self.functions = functions_of(few_rows.library, _FUNCTIONS)
         self._variant = few_rows.number
         self._parts = parts
-        self._struct = _layer_struct(parts, calls)
+        self._struct, self._mixer = _layer_struct(parts, calls, self.functions)
         self._address = ctypes.addressof(self._struct)
         self.max_rows = min([few_rows.max_rows, *(call.calls.max_rows for call in calls)])
         self.max_expert_rows = _max_expert_rows(parts, self.max_rows)  # experts included
@@ -182,7 +113,7 @@ class CompiledLayer:
         return CompiledPass(self._variant, facts, scratch, num_threads)
 
     def run_to_router(
-        self, bound: CompiledPass, attends: bool, experts: Tensor, weights: Tensor
+        self, bound: CompiledPass, mixes: bool, experts: Tensor, weights: Tensor
     ) -> None:
         """Run the layer up to the router's choice.
 
@@ -190,17 +121,19 @@ class CompiledLayer:
         `Scratch.mlp_input`.
         """
         self.functions["run_to_router"](
-            self._address, bound.address, attends, experts.data_ptr(), weights.data_ptr()
+            self._address, bound.address, mixes, experts.data_ptr(), weights.data_ptr()
         )
 
     def run_from_experts(self, bound: CompiledPass) -> None:
         """Run the rest of the layer; `Scratch.routed` must hold the experts' sum."""
         self.functions["run_from_experts"](self._address, bound.address)
 
-    def turn(self, bound: CompiledPass) -> _Turn:
+    def turn(self, bound: CompiledPass) -> ctypes.Structure:
         """Return an entry for a call over several layers; `self` and `bound` have to outlive it."""
         experts = self._parts.experts
-        return _Turn(self._address, bound.address, -1 if experts is None else experts.number)
+        return struct("Turn")(
+            self._address, bound.address, -1 if experts is None else experts.number
+        )
 
 
 class CompiledLayers:
@@ -208,7 +141,7 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[CompiledLayer], bounds: Sequence[CompiledPass]) -> None:
         self._kept = (layers, bounds)
-        self._turns = (_Turn * len(layers))(
+        self._turns = (struct("Turn") * len(layers))(
             *(layer.turn(bound) for layer, bound in zip(layers, bounds, strict=True))
         )
         functions = layers[0].functions
@@ -217,14 +150,14 @@ class CompiledLayers:
         weakref.finalize(self, functions["close_run"], self._run).atexit = False
         self._call = self._run, ctypes.addressof(self._turns), len(layers)
 
-    def run(self, attends: bool, residents: Residents | None) -> None:
+    def run(self, mixes: bool, residents: Residents | None) -> None:
         """Run the layers completely, whichever of their experts are resident.
 
         residents: None if no layer has experts. Raises what `Residents.serve` raises.
         """
         address = None if residents is None else residents.address
         try:
-            while status := self._run_layers(*self._call, attends, address):
+            while status := self._run_layers(*self._call, mixes, address):
                 if residents is None:
                     raise InternalError(f"Layers without experts ended with status {status}.")
                 residents.serve(Status(status))
@@ -235,40 +168,34 @@ class CompiledLayers:
             raise
 
 
-def _functions(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
-    structs = {
-        "Matrix": _Matrix,
-        "Attention": _Attention,
-        "Choice": ChoiceStruct,
-        "ExpertPlaces": PlacesStruct,
-        "Experts": _Experts,
-        "Shared": _Shared,
-        "Layer": _Layer,
-        "Pass": _Pass,
-        "Turn": _Turn,
-        "Residency": ResidencyStruct,
-    }
-    check_layouts(library, structs)
-    return functions_of(library, _FUNCTIONS)
-
-
 def takes_layer(parts: LayerParts) -> bool:
     """Return True if the layer's tensors other than matrices are supported.
 
-    All must be bfloat16 in host memory, except a router, which may be float32; heads must be short
-    enough for attention.
+    All must be bfloat16 in host memory, except a router and norms, which may be float32, and biases
+    that only rank, and sinks, which are; heads must be short enough for attention.
     """
-    router, attention = parts.router, parts.attention
-    own = [] if router is None else [router.weight, *([] if router.bias is None else [router.bias])]
-    is_short = attention is None or attention.keys.shape[2] <= MAX_HEAD_DIM
-    is_float32 = router is None or router.bias is None or router.bias.dtype is torch.float32
+    router, mixer, numbers = parts.router, parts.mixer, (torch.bfloat16, torch.float32)
+    either = [norm.weight for norm in parts.norms]
+    wide: list[Tensor | None] = []
+    if router is not None:
+        either.append(router.weight)
+        wide.append(router.bias)
+        if router.logit_bias is not None and router.logit_bias.dtype is not router.weight.dtype:
+            return False
+    if isinstance(mixer, GroupedParts):
+        wide.append(mixer.sinks)
     return (
-        is_short
-        and is_float32
+        (mixer is None or _head_dim(mixer) <= MAX_HEAD_DIM)
         and all(_is_plain(tensor, torch.bfloat16) for tensor in parts.tensors)
-        and all(_is_plain(one, one.dtype) for one in own)
-        and (router is None or router.weight.dtype in (torch.bfloat16, torch.float32))
+        and all(each.dtype in numbers and _is_plain(each, each.dtype) for each in either)
+        and all(each is None or _is_plain(each, torch.float32) for each in wide)
     )
+
+
+def _head_dim(mixer: MixerParts) -> int:
+    """Return the width of what attention compares: a key's."""
+    cache = mixer.keys if isinstance(mixer, GroupedParts) else mixer.cache
+    return cache.shape[2]
 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -288,67 +215,112 @@ def _max_expert_rows(parts: LayerParts, max_rows: int) -> int:
     return 0 if parts.experts is None else min(max_rows, parts.experts.kernels.max_rows)
 
 
-def _layer_struct(parts: LayerParts, calls: Sequence[MatrixCall]) -> _Layer:
-    matrices = [*map(_matrix, parts.products, calls)]
-    attention, shared = parts.attention, parts.shared
-    return _Layer(
-        _Attention() if attention is None else _attention(attention, matrices),
-        parts.mlp_norm.data_ptr(),
-        _Experts() if parts.router is None else _experts(parts.router, parts),
-        _Shared() if shared is None else _Shared(*matrices[-3:], _address(shared.share)),
-        parts.mlp_norm.shape[0],
-        parts.eps,
+def _layer_struct(
+    parts: LayerParts,
+    calls: Sequence[MatrixCall],
+    functions: Mapping[str, ctypes._NamedFuncPointer],
+) -> tuple[ctypes.Structure, ctypes.Structure | None]:
+    """Build the layer's struct, and its mixer's, which has to live as long."""
+    matrices = map(_matrix, parts.products, calls)
+    layer = struct("Layer")(mlp_norm=_norm(parts.mlp_norm), hidden=len(parts.mlp_norm.weight))
+    mixer = None
+    if parts.mixer is not None:
+        name, build = _MIXERS[type(parts.mixer)]
+        mixer = build(parts.mixer, matrices)
+        layer.mix = ctypes.cast(functions[name], _P)
+        layer.mixer = ctypes.addressof(mixer)
+    if parts.router is not None:
+        layer.experts = _experts(parts.router, parts)
+    if parts.shared is not None:
+        gate, up, down = matrices
+        share = _address(parts.shared.share)
+        layer.shared = struct("Shared")(gate=gate, up=up, down=down, share=share)
+    return layer, mixer
+
+
+def _grouped(parts: GroupedParts, matrices: Iterator[ctypes.Structure]) -> ctypes.Structure:
+    """Build the struct; matrices: those of `products`, and others behind them."""
+    num_key_heads, _, head_dim = parts.keys.shape
+    projections = [next(matrices) for _ in parts.projections]
+    return struct("GroupedAttention")(
+        norm=_norm(parts.norm),
+        projections=(struct("Matrix") * 3)(*projections),
+        num_projections=len(projections),
+        query_norm=_norm(parts.query_norm),
+        key_norm=_norm(parts.key_norm),
+        output=next(matrices),
+        keys=parts.keys.data_ptr(),
+        values=parts.values.data_ptr(),
+        head_stride=parts.keys.stride(0),
+        num_heads=parts.num_heads,
+        num_key_heads=num_key_heads,
+        head_dim=head_dim,
+        window=parts.window,
+        sinks=_address(parts.sinks),
+        scale=parts.scale,
     )
 
 
-def _attention(parts: AttentionParts, matrices: Sequence[_Matrix]) -> _Attention:
-    """Build the struct; matrices: projections, output, and others."""
-    norms, (num_key_heads, _, head_dim) = parts.head_norms, parts.keys.shape
-    num_projections = len(parts.projections)
-    return _Attention(
-        parts.norm.data_ptr(),
-        (_Matrix * 3)(*matrices[:num_projections]),
-        num_projections,
-        None if norms is None else norms.query.data_ptr(),
-        None if norms is None else norms.key.data_ptr(),
-        0 if norms is None else norms.query.shape[0],
-        0 if norms is None else norms.key.shape[0],
-        matrices[num_projections],
-        parts.keys.data_ptr(),
-        parts.values.data_ptr(),
-        parts.keys.stride(0),
-        parts.num_heads,
-        num_key_heads,
-        head_dim,
-        head_dim**-0.5,
+def _latent(parts: LatentParts, matrices: Iterator[ctypes.Structure]) -> ctypes.Structure:
+    """Build the struct; matrices: those of `products`, and others behind them."""
+    down = struct("Matrix")() if parts.query_down is None else next(matrices)
+    return struct("LatentAttention")(
+        norm=_norm(parts.norm),
+        query_down=down,
+        query_norm=_norm(parts.query_norm),
+        query=next(matrices),
+        latent_down=next(matrices),
+        latent_norm=_norm(parts.latent_norm),
+        expansion=parts.expansion.data_ptr(),
+        output=next(matrices),
+        cache=parts.cache.data_ptr(),
+        num_heads=parts.num_heads,
+        fixed_dim=parts.fixed_dim,
+        rotary_dim=parts.cache.shape[2] - parts.rank,
+        rank=parts.rank,
+        value_dim=parts.value_dim,
+        scale=parts.scale,
     )
 
 
-def _experts(router: RouterParts, parts: LayerParts) -> _Experts:
-    weight, bias, choice = router
-    struct = _Experts(
-        weight.data_ptr(),
-        weight.dtype is torch.float32,
-        _address(bias),
-        choice_struct(choice, len(weight)),
+_MIXERS: Mapping[type, tuple[str, Callable[[Any, Iterator[ctypes.Structure]], ctypes.Structure]]]
+_MIXERS = {GroupedParts: ("mix_grouped", _grouped), LatentParts: ("mix_latent", _latent)}
+"""By the kind of a mixer's parts: the function that runs it, and what builds its struct."""
+
+
+def _norm(parts: NormParts | None) -> ctypes.Structure:
+    if parts is None:
+        return struct("Norm")()
+    weight, eps = parts
+    return struct("Norm")(weight.data_ptr(), weight.dtype is torch.float32, len(weight), eps)
+
+
+def _experts(router: RouterParts, parts: LayerParts) -> ctypes.Structure:
+    weight, bias, choice, logit_bias = router
+    made = struct("Experts")(
+        router=weight.data_ptr(),
+        is_float32=weight.dtype is torch.float32,
+        logit_bias=_address(logit_bias),
+        bias=_address(bias),
+        choice=choice_struct(choice, len(weight)),
     )
     if parts.experts is not None:
         calls = parts.experts.kernels.calls
-        struct.run, struct.mlps, struct.variant = (
+        made.run, made.mlps, made.variant = (
             calls.experts_address,
             calls.mlps_address,
             calls.variant,
         )
-        struct.types = (_INT * 3)(*parts.experts.kernels.types.tolist())
-        struct.places = PlacesStruct(*parts.experts.places)
-        struct.width = parts.experts.expert_size
-    return struct
+        made.types = (_INT * 3)(*parts.experts.kernels.types.tolist())
+        made.places = struct("ExpertPlaces")(*parts.experts.places)
+        made.width = parts.experts.expert_size
+    return made
 
 
-def _matrix(product: Product, call: MatrixCall) -> _Matrix:
+def _matrix(product: Product, call: MatrixCall) -> ctypes.Structure:
     calls, number, address = call
     bias, num_outs = _address(product.bias), product.weight.shape[0]
-    return _Matrix(calls.multiply_address, calls.variant, number, address, bias, num_outs)
+    return struct("Matrix")(calls.multiply_address, calls.variant, number, address, bias, num_outs)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -7,11 +7,11 @@ them are not loaded. Elsewhere they are in the user's cache (building.py).
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowtide.errors import InternalError, UnsupportedError
 from lowtide.kernels.cpu.building import build_libraries, kept_libraries, library_name
@@ -110,39 +110,58 @@ def functions_of(
     return functions
 
 
-Places = Sequence[tuple[str, int, int]]
-"""Name, offset and bytes of each field; or name, weights and bytes of each block type."""
+class Field(NamedTuple):
+    """Field of a struct, or a type of blocks."""
+
+    name: str
+    type: str  # of a number, "address", or a struct's name
+    start: int  # bytes before it; or the weights of a block
+    num_bytes: int
+    length: int  # of an array; 0: none
 
 
-def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Check that the library's structs have the same fields at the same offsets.
-
-    Raises InternalError where one differs.
-    """
-    for name, struct in structs.items():
-        own = [
-            (field, getattr(struct, field).offset, getattr(struct, field).size)
-            for field, *_ in struct._fields_
-        ]
-        check_places(name, own, places_of(library, name))
-
-
-def places_of(library: ctypes.CDLL, name: str) -> Places:
-    """Return the layout of a library's struct, or of its "BlockType" (layouts.cpp)."""
-    types = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_void_p
+def fields_of(library: ctypes.CDLL, name: str) -> list[Field]:
+    """List the fields of a library's struct, or its types of blocks: "BlockType" (layouts.cpp)."""
+    kind, place = ctypes.c_char_p(), (ctypes.c_long * 3)()
+    types = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p
     layout = functions_of(library, {"layout": types})["layout"]
-    place = (ctypes.c_long * 2)()
-    found: list[tuple[str, int, int]] = []
-    while (field := layout(name.encode(), len(found), place)) is not None:
-        found.append((field.decode(), place[0], place[1]))
+    found: list[Field] = []
+    addresses = ctypes.addressof(kind), ctypes.addressof(place)
+    while (field := layout(name.encode(), len(found), *addresses)) is not None:
+        found.append(Field(field.decode(), (kind.value or b"").decode(), *place))
     return found
 
 
-def check_places(name: str, own: Places, found: Places) -> None:
-    """Check a layout against the library's; InternalError if they differ."""
-    for ours, theirs in zip_longest(own, found):
-        if ours != theirs:
+_NUMBERS: Mapping[str, type[Any]] = {
+    "int": ctypes.c_int,
+    "long": ctypes.c_long,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "address": ctypes.c_void_p,
+}
+
+
+@functools.cache
+def struct(name: str) -> type[ctypes.Structure]:
+    """Make the twin of a struct of the compiled kernels, by the fields that they name.
+
+    Whoever fills one in keeps alive what it points to. Raises InternalError if there is no such
+    struct, or ctypes would lay it out otherwise.
+    """
+    found = fields_of(load_kernels(), name)
+    if not found:
+        raise InternalError(f"The compiled library has no struct {name}.")
+    kinds = [_NUMBERS.get(field.type) or struct(field.type) for field in found]
+    fields = [
+        (field.name, kind * field.length if field.length else kind)
+        for field, kind in zip(found, kinds, strict=True)
+    ]
+    made: type[ctypes.Structure] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    for field in found:
+        own = getattr(made, field.name)
+        if (own.offset, own.size) != (field.start, field.num_bytes):
             raise InternalError(
-                f"{name} has {ours} here and {theirs} in the compiled library: a name, and the "
-                "two numbers that layouts.cpp has for it."
+                f"{name}.{field.name} is at {own.offset} with {own.size} bytes here, and at "
+                f"{field.start} with {field.num_bytes} in the compiled library."
             )
+    return made

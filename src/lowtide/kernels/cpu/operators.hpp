@@ -12,6 +12,7 @@ struct Choice {
     long num_experts, num_chosen, num_groups, num_groups_kept, num_group_best;
     int is_sigmoid, normalise, rounds_weights;
     float scaling_factor;
+    int of_chosen;  // whether logits rank, and weights are a softmax of the chosen ones alone
 };
 
 }  // namespace lowtide
@@ -38,7 +39,13 @@ void lowtide_choose_experts(
 void lowtide_attend(
     int variant, int num_threads, const bf16* query, const bf16* keys, const bf16* values,
     long head_stride, bf16* out, long num_key_heads, long group, long num_tokens, long dim,
-    float scale
+    long value_dim, float scale, const float* sinks
+);
+
+void lowtide_multiply_heads(
+    int variant, int num_threads, const bf16* x, long x_row, long x_head, const bf16* w,
+    long w_head, long w_row, int by_outs, bf16* out, long out_row, long out_head, long num_rows,
+    long num_heads, long num_outs, long num_k
 );
 
 void lowtide_rms_norm(
@@ -46,9 +53,24 @@ void lowtide_rms_norm(
     bf16* out, long out_stride, long num_rows, long num_heads, long length
 );
 
+void lowtide_rms_norm_in_float32(
+    int variant, int num_threads, const bf16* x, long x_stride, const float* weight, float eps,
+    bf16* out, long out_stride, long num_rows, long num_heads, long length
+);
+
 void lowtide_rotate(
     int variant, int num_threads, bf16* x, long x_stride, const bf16* cos, const bf16* sin,
     long num_rows, long num_heads, long length, long half
+);
+
+void lowtide_rotate_in_float32(
+    int variant, int num_threads, bf16* x, long x_stride, const float* cos, const float* sin,
+    long num_rows, long num_heads, long length, long half
+);
+
+void lowtide_rotate_pairs(
+    int variant, int num_threads, bf16* x, long x_stride, long head_stride, const float* cos,
+    const float* sin, long num_rows, long num_heads, long half
 );
 
 void lowtide_silu_times(int variant, int num_threads, bf16* gate, const bf16* up, long length);

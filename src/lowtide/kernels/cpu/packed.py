@@ -15,10 +15,12 @@ import ctypes
 import functools
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from torch import Tensor
 
+from lowtide.errors import InternalError
 from lowtide.formats import MatrixFormat, StoredMatrix, ggml, quantised
 from lowtide.formats.arranged import SCALE_DTYPES, SectionedMatrix
 from lowtide.formats.fp8 import BLOCK, Fp8Blocks
@@ -28,11 +30,10 @@ from lowtide.formats.quantised import Quantised
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.cpu.few_rows import VARIANTS, num_variants
 from lowtide.kernels.cpu.library import (
-    check_places,
+    fields_of,
     functions_of,
     load_part,
     load_parts,
-    places_of,
 )
 from lowtide.kernels.cpu.sources import PACKED, ROUNDED, block_types
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
@@ -183,10 +184,15 @@ def block_numbers(library: ctypes.CDLL) -> Mapping[str, int]:
     Raises InternalError where a format has another layout here.
     """
     formats = {each.name: each for each in (*ggml.FORMATS, *quantised.FORMATS)}
-    found = places_of(library, "BlockType")
+    found = [(each.name, each.start, each.num_bytes) for each in fields_of(library, "BlockType")]
     known = [formats[name] for name, *_ in found if name in formats]
     own = [(each.name, each.block_size, each.block_bytes[0]) for each in known]
-    check_places("BlockType", own, found)
+    for ours, theirs in zip_longest(own, found):
+        if ours != theirs:
+            raise InternalError(
+                f"BlockType has {ours} here and {theirs} in the compiled library: a name, and a "
+                "block's weights and bytes."
+            )
     return {name: number for number, (name, *_) in enumerate(found)}
 
 

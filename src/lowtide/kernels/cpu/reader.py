@@ -1,7 +1,4 @@
-"""Compiled reader: threads that read whole experts into slots.
-
-The structs mirror those of reader.hpp.
-"""
+"""Compiled reader: threads that read whole experts into slots."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from time import monotonic
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +17,7 @@ from numpy.typing import NDArray
 from lowtide.core import IntArray
 from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile
-from lowtide.kernels.cpu.library import check_layouts, functions_of
+from lowtide.kernels.cpu.library import functions_of, struct
 from lowtide.threads.event import INTERRUPT_POLL_S
 
 PIECE_BYTES = 1 << 20
@@ -53,7 +50,7 @@ class Readiness:
     """Readiness of each slot: whether all of its bytes have been read. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, num_slots: int) -> None:
-        self._functions = _bound(library)
+        self._functions = functions_of(library, _FUNCTIONS)
         self.address: int = self._functions["open_readiness"](num_slots)
         close = self._functions["close_readiness"]
         weakref.finalize(self, close, self.address).atexit = False
@@ -96,15 +93,6 @@ class OpenFile(NamedTuple):
     descriptor: int
 
 
-class _Source(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, _P) for name in ("first_range", "ranges", "segments", "files")),
-        *((name, _P) for name in ("slots", "buffers")),
-        *((name, _LONG) for name in ("slot_bytes", "piece_bytes")),
-        ("num_threads", _INT),
-    ]
-
-
 class CompiledReader:
     """Reader of experts, numbered through all layers, into slots.
 
@@ -128,7 +116,7 @@ class CompiledReader:
         num_at_once: direct reads in flight, by default `NUM_DIRECT`. Raises StorageError if the
           system cannot start a thread.
         """
-        self._functions = _bound(library)
+        self._functions = functions_of(library, _FUNCTIONS)
         self._is_closing = False
         self.is_direct = buffers is not None
         self._files = files
@@ -137,7 +125,7 @@ class CompiledReader:
         self.readiness = Readiness(library, len(slots) // slot_bytes)
         arrays = (*_tables(experts), _facts(files), slots)
         self._keep += arrays
-        source = _Source(
+        source = struct("Source")(
             *(each.ctypes.data for each in arrays),
             None if buffers is None else buffers.ctypes.data,
             slot_bytes,
@@ -221,11 +209,6 @@ class CompiledReader:
         if not has_ended:
             _never_freed.append(self._keep)
         return has_ended
-
-
-def _bound(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
-    check_layouts(library, {"Source": _Source})
-    return functions_of(library, _FUNCTIONS)
 
 
 def _division(buffers: NDArray[np.uint8] | None, num_direct: int) -> tuple[int, int]:

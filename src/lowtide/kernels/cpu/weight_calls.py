@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.kernels.cpu.library import functions_of
+from lowtide.kernels.cpu.library import functions_of, struct
 from lowtide.kernels.operands import SlotPlaces
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
@@ -24,29 +24,6 @@ _TYPES = {
     "mlps": (None, _INT, _INT, _P, _P, _LONG, *4 * (_P,), *2 * (_LONG,)),
     "experts": (None, _INT, _INT, *10 * (_P,), *4 * (_LONG,)),
 }
-
-
-class PlacesStruct(ctypes.Structure):
-    """`ExpertPlaces` of signatures.hpp."""
-
-    _fields_: ClassVar = [
-        *((name, _P) for name in ("gate", "up", "down")),
-        ("slot_bytes", _LONG),
-        *((name, _P) for name in ("gate_bias", "up_bias", "down_bias")),
-    ]
-
-
-class ExpertCallStruct(ctypes.Structure):
-    """`ExpertCall` of residency.hpp; whoever fills it in keeps alive what it points to."""
-
-    _fields_: ClassVar = [
-        *((name, _P) for name in ("run", "mlps")),
-        *((name, _INT) for name in ("variant", "num_threads")),
-        ("types", _P),
-        ("places", PlacesStruct),
-        *((name, _LONG) for name in ("hidden", "width", "num_rows", "num_chosen")),
-        *((name, _P) for name in ("x", "parts", "gate", "up", "out")),
-    ]
 
 
 class WeightCalls:
@@ -135,7 +112,7 @@ class CompiledExperts:
         of rows, at most `max_rows`; no two share a row. parts [rows, hidden] become the outputs;
         gate and up [rows, expert_size] are scratch. All are bfloat16 and contiguous.
         """
-        of_slots = PlacesStruct(*places)
+        of_slots = struct("ExpertPlaces")(*places)
         self.calls.mlps(
             self.calls.variant,
             num_threads,
@@ -160,21 +137,21 @@ class CompiledExperts:
         up: Tensor,
         out: Tensor,
         num_threads: int,
-    ) -> ExpertCallStruct:
-        """Prepare the call for `gated_mlp` of all experts of the tokens and `combine`, bit for bit.
+    ) -> ctypes.Structure:
+        """Prepare an `ExpertCall`: `gated_mlp` of all of the tokens' experts and `combine`.
 
-        The experts and their slots are given later; each token has `num_chosen`. x [tokens,
-        hidden], accepted by `takes`; parts [tokens * num_chosen, hidden] and gate and up [tokens *
-        num_chosen, expert_size] are bfloat16 scratch; out [tokens, hidden] float32. All are
-        contiguous; the caller keeps them alive while the experts run.
+        The bits are the same. The experts and their slots are given later; each token has
+        `num_chosen`. x [tokens, hidden], accepted by `takes`; parts [tokens * num_chosen, hidden]
+        and gate and up [tokens * num_chosen, expert_size] are bfloat16 scratch; out [tokens,
+        hidden] float32. All are contiguous; the caller keeps them alive while the experts run.
         """
-        return ExpertCallStruct(
+        return struct("ExpertCall")(
             self.calls.experts_address,
             self.calls.mlps_address,
             self.calls.variant,
             num_threads,
             self.types.ctypes.data,
-            PlacesStruct(*places),
+            struct("ExpertPlaces")(*places),
             x.shape[1],
             gate.shape[1],
             len(x),

@@ -2,97 +2,24 @@
 // model's layers in one, whichever of their experts are resident (residency.hpp); or up to a
 // router's choice, and after its experts.
 //
-//     x += output(attention(norm(x)))
+//     x += mixer(norm(x))
 //     x += sum of experts (norm(x)) + shared expert (norm(x))
 //
-// The operators are those that Python calls one by one, in the same order, over buffers whose
-// lives are the same: so are the bits. What multiplies with a matrix or with experts comes with
-// them, as an address, whatever they are stored in.
+// What a layer's mixer is, and what multiplies with a matrix or with experts, comes with them, as an
+// address: layers of all kinds and formats are one call.
 
-#include <algorithm>
 #include <vector>
 
-#include "layer/layer.hpp"
+#include "layer/steps.hpp"
 
 using namespace lowtide;
 
 namespace {
 
-// out = x w^T + bias, rows of all adjacent but for out's stride.
-void multiply(const Pass& p, const bf16* x, long num_k, const Matrix& w, bf16* out, long stride) {
-    w.multiply(w.variant, p.num_threads, w.type, x, num_k, w.weight, w.bias, out, stride,
-               p.num_rows, w.num_outs, num_k);
-}
-
-// The same of a matrix in bfloat16.
-void multiply_plainly(const Pass& p, const bf16* x, long num_k, const void* w, long num_outs,
-                      bf16* out) {
-    const Matrix plain = {lowtide_plain_multiply, p.variant, 0, w, nullptr, num_outs};
-    multiply(p, x, num_k, plain, out, num_outs);
-}
-
-void normalise(const Pass& p, const Layer& layer, const bf16* weight, bf16* out) {
-    const long hidden = layer.hidden;
-    lowtide_rms_norm(p.variant, p.num_threads, p.x, hidden, weight, layer.eps, out, hidden,
-                     p.num_rows, 1, hidden);
-}
-
-// x += update
-void add(const Pass& p, const bf16* update, long hidden) {
-    const long length = p.num_rows * hidden;
-    bf16* x = p.x;
-    vectorised(p.variant, [=]() INLINED_LAMBDA {
-        for (long i = 0; i < length; ++i) x[i] = round_bf16(widen(x[i]) + widen(update[i]));
-    });
-}
-
-void store_rows(const Pass& p, const Attention& a, long width) {
-    const long dim = a.head_dim;
-    for (long row = 0; row < p.num_rows; ++row) {
-        const std::int64_t* tokens = p.tokens + 2 * row;
-        const long place = (tokens[0] + tokens[1] - 1) * dim;
-        const bf16* key = p.qkv + row * width + a.num_heads * dim;
-        const bf16* value = key + a.num_key_heads * dim;
-        for (long head = 0; head < a.num_key_heads; ++head) {
-            const long at = head * a.head_stride + place;
-            std::copy_n(key + head * dim, dim, a.keys + at);
-            std::copy_n(value + head * dim, dim, a.values + at);
-        }
-    }
-}
-
-// Queries and keys, in place. width: of a row of all that was projected.
-void turn(const Pass& p, const Layer& layer, long width) {
-    const Attention& a = layer.attention;
-    const long query_size = a.num_heads * a.head_dim, key_size = a.num_key_heads * a.head_dim;
-    if (a.query_norm != nullptr) {
-        bf16* keys = p.qkv + query_size;
-        lowtide_rms_norm(p.variant, p.num_threads, p.qkv, width, a.query_norm, layer.eps, p.qkv,
-                         width, p.num_rows, query_size / a.query_norm_length, a.query_norm_length);
-        lowtide_rms_norm(p.variant, p.num_threads, keys, width, a.key_norm, layer.eps, keys, width,
-                         p.num_rows, key_size / a.key_norm_length, a.key_norm_length);
-    }
-    lowtide_rotate(p.variant, p.num_threads, p.qkv, width, p.cos, p.sin, p.num_rows,
-                   a.num_heads + a.num_key_heads, a.head_dim, p.half);
-}
-
-void attend(const Pass& p, const Layer& layer) {
-    const Attention& a = layer.attention;
-    const long size = a.num_heads * a.head_dim, width = size + 2 * a.num_key_heads * a.head_dim;
-    normalise(p, layer, a.norm, p.normed);
-    bf16* out = p.qkv;
-    for (long i = 0; i < a.num_projections; out += a.projections[i++].num_outs)
-        multiply(p, p.normed, layer.hidden, a.projections[i], out, width);
-    turn(p, layer, width);
-    store_rows(p, a, width);
-    for (long row = 0; row < p.num_rows; ++row) {
-        const long first = p.tokens[2 * row] * a.head_dim;
-        lowtide_attend(p.variant, p.num_threads, p.qkv + row * width, a.keys + first,
-                       a.values + first, a.head_stride, p.attended + row * size, a.num_key_heads,
-                       a.num_heads / a.num_key_heads, p.tokens[2 * row + 1], a.head_dim, a.scale);
-    }
-    multiply(p, p.attended, size, a.output, p.update, layer.hidden);
-    add(p, p.update, layer.hidden);
+void add_to_rows(const Pass& p, const float* bias, const Experts& e) {
+    auto* logits = static_cast<float*>(p.logits);
+    for (long row = 0; row < p.num_rows; ++row)
+        for (long i = 0; i < e.choice.num_experts; ++i) *logits++ += bias[i];
 }
 
 void route(const Pass& p, const Layer& layer, std::int64_t* experts, float* weights) {
@@ -103,8 +30,9 @@ void route(const Pass& p, const Layer& layer, std::int64_t* experts, float* weig
         lowtide_multiply_float32(p.variant, p.num_threads, p.router_input, hidden,
                                  static_cast<const float*>(e.router), static_cast<float*>(p.logits),
                                  num_experts, p.num_rows, num_experts, hidden);
+        if (e.logit_bias != nullptr) add_to_rows(p, static_cast<const float*>(e.logit_bias), e);
     } else {
-        multiply_plainly(p, p.mlp_input, hidden, e.router, num_experts,
+        multiply_plainly(p, p.mlp_input, hidden, e.router, e.logit_bias, num_experts,
                          static_cast<bf16*>(p.logits));
     }
     lowtide_choose_experts(p.variant, p.logits, static_cast<int>(e.is_float32), e.bias, &e.choice,
@@ -125,7 +53,7 @@ void run_shared(const Pass& p, const Layer& layer) {
     lowtide_silu_times(p.variant, p.num_threads, p.shared_gate, p.shared_up, p.num_rows * width);
     multiply(p, p.shared_gate, width, shared.down, p.shared, hidden);
     if (shared.share == nullptr) return;
-    multiply_plainly(p, p.mlp_input, hidden, shared.share, 1, p.share);
+    multiply_plainly(p, p.mlp_input, hidden, shared.share, nullptr, 1, p.share);
     lowtide_weigh_rows(p.variant, p.shared, p.share, p.num_rows, hidden);
 }
 
@@ -147,15 +75,21 @@ void add_mlp(const Pass& p, const Layer& layer) {
     });
 }
 
+// Up to what the MLP begins with. mixes: unless the rows have been through the mixer.
+void begin_layer(const Pass& p, const Layer& layer, bool mixes) {
+    if (mixes && layer.mix != nullptr) layer.mix(&p, layer.mixer, layer.hidden);
+    normalise(p, layer.mlp_norm, p.mlp_input);
+}
+
 // Layers on their way: at the experts of `turn`, once these have begun.
 class LayersRun {
  public:
     // Goes on from where the last call ended; at the first layer after DONE.
-    Status advance(const Turn* turns, long num_turns, bool attends, Residency* residency) {
+    Status advance(const Turn* turns, long num_turns, bool mixes, Residency* residency) {
         for (; turn_ < num_turns; ++turn_, has_begun_ = false) {
             const Turn& turn = turns[turn_];
             if (!has_begun_) {
-                begin(turn, attends, residency);
+                begin(turn, mixes, residency);
                 const bool has_experts = turn.layer->experts.router != nullptr;
                 if (has_experts && turn_ + 1 < num_turns) expect(*turn.pass, turns[turn_ + 1]);
                 has_begun_ = true;
@@ -174,11 +108,10 @@ class LayersRun {
     void reset() { turn_ = 0, has_begun_ = false, experts_ = LayerExperts(); }
 
  private:
-    void begin(const Turn& turn, bool attends, Residency* residency) {
+    void begin(const Turn& turn, bool mixes, Residency* residency) {
         const Pass& p = *turn.pass;
         const Layer& layer = *turn.layer;
-        if (attends) attend(p, layer);
-        normalise(p, layer, layer.mlp_norm, p.mlp_input);
+        begin_layer(p, layer, mixes);
         if (layer.experts.router == nullptr) return;
         chosen_.resize(p.num_rows * layer.experts.choice.num_chosen);
         weights_.resize(chosen_.size());
@@ -213,13 +146,12 @@ class LayersRun {
 
 extern "C" {
 
-// Attention, unless the rows have had it, and the router's choice for each of them: experts
+// The mixer, unless the rows have been through it, and the router's choice for each of them: experts
 // [num_rows, k], ascending, and their weights. What the experts are given is in mlp_input.
 void lowtide_run_to_router(
-    const Layer* layer, const Pass* pass, int attends, std::int64_t* experts, float* weights
+    const Layer* layer, const Pass* pass, int mixes, std::int64_t* experts, float* weights
 ) {
-    if (attends) attend(*pass, *layer);
-    normalise(*pass, *layer, layer->mlp_norm, pass->mlp_input);
+    begin_layer(*pass, *layer, mixes != 0);
     if (layer->experts.router != nullptr) route(*pass, *layer, experts, weights);
 }
 
@@ -233,12 +165,12 @@ void lowtide_close_run(LayersRun* run) { delete run; }
 // After a failure: the next call begins with its first layer.
 void lowtide_reset_run(LayersRun* run) { run->reset(); }
 
-// Layers one after the other, with their attention or behind it; a `Status`. residency: null where
+// Layers one after the other, with their mixers or behind them; a `Status`. residency: null where
 // no layer has experts.
 int lowtide_run_layers(
-    LayersRun* run, const Turn* turns, long num_turns, int attends, Residency* residency
+    LayersRun* run, const Turn* turns, long num_turns, int mixes, Residency* residency
 ) {
-    return run->advance(turns, num_turns, attends != 0, residency);
+    return run->advance(turns, num_turns, mixes != 0, residency);
 }
 
 }

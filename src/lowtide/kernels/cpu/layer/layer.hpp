@@ -16,24 +16,24 @@ struct Matrix {
     long num_outs;
 };
 
-// What attention is made of. Projections give queries, keys and values side by side, in one product
-// or in three.
-struct Attention {
-    const bf16* norm;
-    Matrix projections[3];
-    long num_projections;
-    const bf16 *query_norm, *key_norm;  // null: none
-    long query_norm_length, key_norm_length;  // of a head, or of all heads together
-    Matrix output;
-    bf16 *keys, *values;  // the layer's cache: of key head h at h * head_stride elements
-    long head_stride, num_heads, num_key_heads, head_dim;
-    float scale;
+// An RMS norm over `length` numbers; 0: none. weight: bfloat16 or float32, or null for all ones.
+struct Norm {
+    const void* weight;
+    long is_float32, length;
+    float eps;
+};
+
+// Angles of all rows, bfloat16 or float32. cos, sin [num_rows, half].
+struct Angles {
+    const void *cos, *sin;
+    long half, is_float32;
 };
 
 // run: what computes with the experts, or null where they are elsewhere.
 struct Experts {
     const void* router;  // [num_experts, hidden]; null: a layer without
     long is_float32;  // the router's weights, product and logits
+    const void* logit_bias;  // as the router's weights, or null
     const float* bias;  // of the choice, or null
     Choice choice;
     ExpertsFunction* run;
@@ -50,13 +50,20 @@ struct Shared {
     const bf16* share;
 };
 
+struct Pass;
+
+// What every kind of mixer is called as: x += what it makes of norm(x), for all rows of the pass.
+// `parts`: the kind's own struct. Each kind is a source file of its own.
+using MixFunction = void(const Pass* pass, const void* parts, long hidden);
+
+// mix: null where a layer has no mixer in the call.
 struct Layer {
-    Attention attention;
-    const bf16* mlp_norm;
+    MixFunction* mix;
+    const void* mixer;
+    Norm mlp_norm;
     Experts experts;
     Shared shared;
     long hidden;
-    float eps;
 };
 
 // One pass, for all layers. Scratch has a row for each of x, or for each pair of a row and one of
@@ -65,10 +72,11 @@ struct Pass {
     int variant, num_threads;
     long num_rows;
     bf16* x;  // [num_rows, hidden]
-    const bf16 *cos, *sin;  // [num_rows, half]
-    long half;
-    const std::int64_t* tokens;  // [num_rows, 2]: the first that a row sees in the cache; how many
-    bf16 *normed, *qkv, *attended, *update;
+    const Angles* angles;  // of each rotation that layers have
+    const std::int64_t* tokens;  // [num_rows, 2]: the first of the row's sequence in the cache; how
+                                 // many it sees, its own the last
+    bf16 *normed, *projected, *attended, *update;
+    bf16 *query_latent, *latent, *latent_query, *value;
     bf16* mlp_input;
     float* router_input;
     void* logits;

@@ -85,8 +85,23 @@ void limit_to_groups(const Choice& choice, float* ranks) {
         if (!is_kept[i / length]) ranks[i] = -std::numeric_limits<float>::infinity();
 }
 
+// The softmax of the chosen scores alone, each rounded to what logits are.
+void weigh_chosen(const Choice& choice, bool is_float32, const float* logits,
+                  const std::int64_t* experts, float* weights) {
+    const long count = choice.num_chosen;
+    float peak = -std::numeric_limits<float>::infinity(), total = 0;
+    for (long i = 0; i < count; ++i) peak = std::max(peak, logits[experts[i]]);
+    for (long i = 0; i < count; ++i) total += weights[i] = exponential(logits[experts[i]] - peak);
+    for (long i = 0; i < count; ++i) {
+        weights[i] /= total;
+        if (!is_float32) weights[i] = rounded(weights[i]);
+        weights[i] *= choice.scaling_factor;
+    }
+}
+
 void weigh(const Choice& choice, bool is_float32, const float* scores, const std::int64_t* experts,
            float* weights) {
+    if (choice.of_chosen) return weigh_chosen(choice, is_float32, scores, experts, weights);
     float total = 0;
     for (long i = 0; i < choice.num_chosen; ++i) total += weights[i] = scores[experts[i]];
     const float divisor = choice.is_sigmoid ? total + 1e-20f : total;
@@ -102,7 +117,9 @@ void choose(int variant, const Number* logits, const float* bias, const Choice& 
             float* scores, float* ranks, std::int64_t* experts, float* weights) {
     const long length = choice.num_experts;
     vectorised(variant, [=, &choice]() INLINED_LAMBDA {
-        if (choice.is_sigmoid) to_sigmoids(logits, scores, length);
+        if (choice.of_chosen)
+            for (long i = 0; i < length; ++i) scores[i] = wide(logits[i]);
+        else if (choice.is_sigmoid) to_sigmoids(logits, scores, length);
         else to_softmax(logits, scores, length);
         for (long i = 0; i < length; ++i) ranks[i] = bias ? scores[i] + bias[i] : scores[i];
     });

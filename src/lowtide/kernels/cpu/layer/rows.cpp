@@ -10,8 +10,8 @@ using namespace lowtide;
 
 namespace {
 
-// out = weight * rounded(x / rms(x))
-INLINED void normalise(const bf16* x, const bf16* weight, float eps, bf16* out, long length) {
+// What x is multiplied by, so that its mean square is 1.
+INLINED float rms_factor(const bf16* x, float eps, long length) {
     float lanes[16] = {};
     long i = 0;
     for (; i + 16 <= length; i += 16)
@@ -21,9 +21,23 @@ INLINED void normalise(const bf16* x, const bf16* weight, float eps, bf16* out, 
         lanes[lane] += widen(x[i + lane]) * widen(x[i + lane]);
     float sum = 0;
     for (float lane : lanes) sum += lane;
-    const float factor = 1.0f / std::sqrt(sum / static_cast<float>(length) + eps);
-    for (i = 0; i < length; ++i)
+    return 1.0f / std::sqrt(sum / static_cast<float>(length) + eps);
+}
+
+// out = weight * rounded(x / rms(x))
+INLINED void normalise(const bf16* x, const bf16* weight, float eps, bf16* out, long length) {
+    const float factor = rms_factor(x, eps, length);
+    for (long i = 0; i < length; ++i)
         out[i] = round_bf16(rounded(widen(x[i]) * factor) * widen(weight[i]));
+}
+
+// out = weight * x / rms(x), rounded once. weight: null for ones.
+INLINED void normalise(const bf16* x, const float* weight, float eps, bf16* out, long length) {
+    const float factor = rms_factor(x, eps, length);
+    if (weight == nullptr)
+        for (long i = 0; i < length; ++i) out[i] = round_bf16(widen(x[i]) * factor);
+    else
+        for (long i = 0; i < length; ++i) out[i] = round_bf16(widen(x[i]) * factor * weight[i]);
 }
 
 // Two dimensions of a row, rounded after each operator.
@@ -54,6 +68,23 @@ void by_rows(int num_threads, long num_rows, long row_bytes, const Run& run) {
 long bytes_of(long num_numbers) { return num_numbers * static_cast<long>(sizeof(bf16)); }
 
 template <class Number>
+void rms_norm(
+    int variant, int num_threads, const bf16* x, long x_stride, const Number* weight, float eps,
+    bf16* out, long out_stride, long num_rows, long num_heads, long length
+) {
+    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long first, long number) {
+        vectorised(variant, [=]() INLINED_LAMBDA {
+            for (long row = first; row < first + number; ++row)
+                for (long head = 0; head < num_heads; ++head) {
+                    const long start = head * length;
+                    normalise(x + row * x_stride + start, weight, eps,
+                              out + row * out_stride + start, length);
+                }
+        });
+    });
+}
+
+template <class Number>
 void rotate(
     int variant, int num_threads, bf16* x, long x_stride, const Number* cos, const Number* sin,
     long num_rows, long num_heads, long length, long half
@@ -80,16 +111,17 @@ void lowtide_rms_norm(
     int variant, int num_threads, const bf16* x, long x_stride, const bf16* weight, float eps,
     bf16* out, long out_stride, long num_rows, long num_heads, long length
 ) {
-    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long first, long number) {
-        vectorised(variant, [=]() INLINED_LAMBDA {
-            for (long row = first; row < first + number; ++row)
-                for (long head = 0; head < num_heads; ++head) {
-                    const long start = head * length;
-                    normalise(x + row * x_stride + start, weight, eps,
-                              out + row * out_stride + start, length);
-                }
-        });
-    });
+    rms_norm(variant, num_threads, x, x_stride, weight, eps, out, out_stride, num_rows, num_heads,
+             length);
+}
+
+// The same with a weight in float32, or none where it is null; rounded once.
+void lowtide_rms_norm_in_float32(
+    int variant, int num_threads, const bf16* x, long x_stride, const float* weight, float eps,
+    bf16* out, long out_stride, long num_rows, long num_heads, long length
+) {
+    rms_norm(variant, num_threads, x, x_stride, weight, eps, out, out_stride, num_rows, num_heads,
+             length);
 }
 
 // x [num_rows, num_heads, length], in place: dimension i with dimension i + half, rounded after
@@ -107,6 +139,24 @@ void lowtide_rotate_in_float32(
     long num_rows, long num_heads, long length, long half
 ) {
     rotate(variant, num_threads, x, x_stride, cos, sin, num_rows, num_heads, length, half);
+}
+
+// x [num_rows, num_heads, 2 * half], in place: dimension 2 i with 2 i + 1, in float32, and rounded
+// once. The elements of a head are adjacent.
+void lowtide_rotate_pairs(
+    int variant, int num_threads, bf16* x, long x_stride, long head_stride, const float* cos,
+    const float* sin, long num_rows, long num_heads, long half
+) {
+    by_rows(num_threads, num_rows, bytes_of(num_heads * 2 * half), [=](long from, long number) {
+        vectorised(variant, [=]() INLINED_LAMBDA {
+            for (long row = from; row < from + number; ++row)
+                for (long head = 0; head < num_heads; ++head) {
+                    bf16* pair = x + row * x_stride + head * head_stride;
+                    for (long i = row * half; i < (row + 1) * half; ++i, pair += 2)
+                        turn(pair[0], pair[1], cos[i], sin[i]);
+                }
+        });
+    });
 }
 
 // gate = silu(gate) * up, in place, rounded after each of the two.

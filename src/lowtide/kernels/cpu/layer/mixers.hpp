@@ -1,0 +1,49 @@
+// The kinds of mixers: what each is made of, as Python hands it over.
+
+#pragma once
+
+#include "layer/layer.hpp"
+
+namespace lowtide {
+
+// Attention of query heads that share key heads. Projections give queries, keys and values side by
+// side, in one product or in three.
+struct GroupedAttention {
+    Norm norm;
+    Matrix projections[3];
+    long num_projections;
+    Norm query_norm, key_norm;  // of a head, or of all heads together
+    Matrix output;
+    bf16 *keys, *values;  // the layer's cache: of key head h at h * head_stride elements
+    long head_stride, num_heads, num_key_heads, head_dim;
+    long angles;  // which of the pass's
+    long window;  // tokens that a row sees, its own included; 0: all
+    const float* sinks;  // [num_heads], or null
+    float scale;
+};
+
+// Attention over latents, with a rotating key for all heads beside each. A head's queries are
+// [fixed | rotating]; the cache has [latent | rotating key].
+struct LatentAttention {
+    Norm norm;
+    Matrix query_down;  // num_outs 0: queries are projected at once
+    Norm query_norm;
+    Matrix query;
+    Matrix latent_down;
+    Norm latent_norm;
+    const bf16* expansion;  // [num_heads, fixed_dim + value_dim, rank]: a head's keys, its values
+    Matrix output;
+    bf16* cache;
+    long num_heads, fixed_dim, rotary_dim, rank, value_dim;
+    long angles;
+    float scale;
+};
+
+}  // namespace lowtide
+
+extern "C" {
+
+lowtide::MixFunction lowtide_mix_grouped;
+lowtide::MixFunction lowtide_mix_latent;
+
+}
