@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from checkpoint_files import write_arrays, write_index
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.llm import LLM
+from lowtide.llm import LLM, plan_model
 from lowtide.model_folder import extra_layers
 from lowtide.model_folder.extra_layers import warn_of_extra_layers
 from lowtide.model_writing.synth import synth
@@ -56,13 +57,16 @@ def test_layers_that_predict_further_tokens_change_nothing(tmp_path: Path) -> No
     folder = synth("deepseek_v3", "tiny", tmp_path / "model")
     with LLM(folder, context=64) as llm:
         expected = llm.logits([1, 2, 3])
-    plain = plan(folder)
+    without = shutil.copytree(folder, tmp_path / "without")
     names = ("eh_proj", "enorm", "embed_tokens", "shared_head.head", "self_attn.q_a_proj")
-    more = {f"model.layers.4.{name}.weight": np.zeros((4, 8), np.float32) for name in names}
+    more = {f"model.layers.4.{name}.weight": np.zeros((300, 256), np.float32) for name in names}
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     write_arrays(folder / "further.safetensors", more)
     write_index(folder, {**index, **dict.fromkeys(more, "further.safetensors")})
-    assert plan(folder) == plain and SAID not in plain
+    assert SAID not in plan(folder)
+    said = "of the files are not loaded: layers that predict"
+    reasons = [plan_model(f, context=64).reason for f in (folder, without)]
+    assert f"1.5 MiB {said}" in reasons[0] and said not in reasons[1]
     with LLM(folder, context=64) as llm:
         assert torch.equal(llm.logits([1, 2, 3]), expected)
 

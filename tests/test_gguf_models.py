@@ -114,10 +114,11 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> N
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_nextn_predict_layers(1)
         for name in ("nextn.eh_proj", "nextn.shared_head_norm", "attn_norm", "ffn_gate_inp"):
-            writer.add_tensor(f"{prefix}{name}.weight", np.zeros((4, 8), np.float32))
+            writer.add_tensor(f"{prefix}{name}.weight", np.zeros((400, 256), np.float32))
 
     write_gguf(path, "glm4_moe_lite", model, choosing(SMALL), add)
     check(path, model)
+    assert "1.6 MiB of the files are not loaded" in plan_model(path, context=64).reason
 
 
 @pytest.fixture(scope="module")

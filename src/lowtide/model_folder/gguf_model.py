@@ -135,9 +135,11 @@ class GgufModel:
         warn_of_extra_layers(names, "blk.", config.num_layers)
         for file, header in enumerate(self.headers):
             for name, tensor in self._divided(header, config):
-                if layer_of(name) >= config.num_layers:
-                    continue  # predicts further tokens; not computed
-                ours, found = self.architecture.name_of(name), _Found(name, tensor, file)
+                found = _Found(name, tensor, file)
+                if layer_of(name) >= config.num_layers:  # predicts further tokens; not loaded
+                    tensors[name] = TensorEntry(*found.place, tensor.shape)
+                    continue
+                ours = self.architecture.name_of(name)
                 if ours is None:
                     raise UnsupportedError(
                         f"{header.file.path}: tensor {shown(name)} is none that lowtide computes "

@@ -45,6 +45,7 @@ RUN: Mapping[str, Mapping[str, str]] = {
         "671b": "deepseek-ai/DeepSeek-R1",
     },
     "deepseek-v3": {"": "deepseek-ai/DeepSeek-V3", "671b": "deepseek-ai/DeepSeek-V3"},
+    "glm-4.7-flash": {"": "zai-org/GLM-4.7-Flash"},
     "gpt-oss": {
         "": "openai/gpt-oss-20b",
         "20b": "openai/gpt-oss-20b",

@@ -138,6 +138,7 @@ class WeightMap:
 
     dense: Mapping[str, TensorEntry]  # by checkpoint name, in the order of the schema
     experts: ExpertTable
+    unloaded_bytes: int = 0  # of tensors that the model does not need
 
 
 def bind_schema(schema: ModelSchema, checkpoint: Checkpoint) -> WeightMap:
@@ -153,8 +154,11 @@ def bind_schema(schema: ModelSchema, checkpoint: Checkpoint) -> WeightMap:
                 "one of the two is wrong. A config override can switch it on."
             )
     dense = {spec.name: find(spec, checkpoint) for spec in schema.dense}
-    table = _expert_table(schema, checkpoint) if schema.storages else ExpertTable.empty()
-    return WeightMap(dense, table)
+    if not schema.storages:
+        return WeightMap(dense, ExpertTable.empty(), _unloaded_bytes(schema, checkpoint, set()))
+    table = _expert_table(schema, checkpoint)
+    of_experts = {each.spec.name for each in expert_tensors(schema, checkpoint)}
+    return WeightMap(dense, table, _unloaded_bytes(schema, checkpoint, of_experts))
 
 
 def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
@@ -204,6 +208,11 @@ def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[Expe
                 if spec.name not in seen:
                     seen.add(spec.name)
                     yield ExpertTensor(spec, number, expert, part)
+
+
+def _unloaded_bytes(schema: ModelSchema, checkpoint: Checkpoint, of_experts: set[str]) -> int:
+    loaded = of_experts.union(*((spec.name, spec.other_name) for spec in schema.dense))
+    return sum(each.num_bytes for name, each in checkpoint.tensors.items() if name not in loaded)
 
 
 def _kept_on_gpu(parts: Sequence[MatrixFormat | None]) -> tuple[MatrixFormat | None, ...]:

@@ -29,10 +29,14 @@ from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.plan import OWN_FORMAT, MemoryPlan
 from lowtide.policies.presets import choose_preset, fetches_all
 from lowtide.reading.file_reader import ring_bytes
+from lowtide.schemas import WeightMap
 
 OVERHEAD_ALLOWANCE_BYTES = 128 << 20
 """Memory that the process may use beyond its imports and a warm-up: library code paged in on first
 use, Python objects of running requests, the allocator's slack."""
+
+
+_NOTABLE_BYTES = 1 << 20
 
 
 def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
@@ -54,7 +58,11 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         preset, reason = "none", "the model has no experts: there is nothing to place"
     else:
         preset, reason = choose_preset(asked.policy, everything_fits=fits, has_device=not is_host)
-    remarks = [*_what_packing_saves(facts.folder, memory), *_where_keys_lie(options)]
+    remarks = [
+        *_what_is_not_loaded(facts.weight_map),
+        *_what_packing_saves(facts.folder, memory),
+        *_where_keys_lie(options),
+    ]
     if asked.elastic and fits:
         owner = "sequence" if planner.pass_planner is None else "pass or a sequence"
         remarks.append(f"Memory that a {owner} does not need goes back to the system.")
@@ -101,6 +109,16 @@ def offered_bytes(plan: MemoryPlan, host_memory: str | int, dtype: torch.dtype) 
     """Return the fast tier's budget as given, or all available memory."""
     is_given = host_memory != "auto" or plan.gpu is not None
     return plan.budget_bytes if is_given else max(plan.budget_bytes, _usable_bytes(dtype))
+
+
+def _what_is_not_loaded(weight_map: WeightMap) -> list[str]:
+    """Return a line about tensors that are passed over, if they take notable room on disk."""
+    if weight_map.unloaded_bytes < _NOTABLE_BYTES:
+        return []
+    return [
+        f"{format_size(weight_map.unloaded_bytes)} of the files are not loaded: layers that "
+        "predict further tokens, or other parts that lowtide does not compute."
+    ]
 
 
 def _what_packing_saves(folder: Path, memory: MemoryFacts) -> list[str]:
