@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_matrices import randn
 from torch import Tensor
+from whole import wait_until
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
@@ -729,16 +730,30 @@ def test_a_source_that_does_not_compile(cache: Path, tmp_path: Path) -> None:
 
 SLOW_COMPILER = """#!/bin/sh
 test "$1" = --version && exit
-sleep 60 &
-echo $! > "$TMPDIR/begins"
-mv "$TMPDIR/begins" "$TMPDIR/begun"
+sleep 600 &
+touch "$TMPDIR/begun"
 wait
 """
 
 
+STOPPED_AS_IT_STARTS = """
+import os, subprocess, time
+
+class Popen(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if "--version" not in command:
+            os.kill(os.getpid(), int(sys.argv[2]))
+            time.sleep(0.1)
+
+subprocess.Popen = Popen
+"""
+
+
+@pytest.mark.parametrize("before", ["", STOPPED_AS_IT_STARTS], ids=["at work", "as it starts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_stops_a_compiler_leaves_nothing_of_it(
-    source: Path, cache: Path, tmp_path: Path, number: signal.Signals
+    source: Path, cache: Path, tmp_path: Path, number: signal.Signals, before: str
 ) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text(SLOW_COMPILER)
@@ -749,25 +764,36 @@ def test_who_stops_a_compiler_leaves_nothing_of_it(
         "from lowtide.cli.interrupts import install_signal_handlers\n"
         "from lowtide.kernels.cpu.library import load_library\n"
         "install_signal_handlers()\n"
+        f"{before}"
         "try: load_library(Path(sys.argv[1]))\n"
         "except KeyboardInterrupt: sys.exit(130)"
     )
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(source)],
+        [sys.executable, "-c", program, str(source), str(int(number))],
         env={**os.environ, "PATH": path},
         stderr=subprocess.PIPE,
     ) as process:
         assert process.stderr is not None
-        while process.poll() is None and not (begun := [*cache.glob("build-*/begun")]):
-            time.sleep(0.01)
-        at_work = int(begun[0].read_text())
-        process.send_signal(number)
-        assert process.wait(60) == 128 + number, process.stderr.read()
+        if before:
+            assert process.wait(60) == 128 + number, process.stderr.read()
+        else:
+            while process.poll() is None and not [*cache.glob("build-*/begun")]:
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number, process.stderr.read()
     assert kept(cache) == []
-    with suppress(psutil.NoSuchProcess):
-        while psutil.Process(at_work).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+    wait_until(lambda: not at_work(tmp_path))
+
+
+def at_work(folder: Path) -> list[str]:
+    """Command lines of processes whose temporary files lie below a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(folder) in process.environ().get("TMPDIR", ""):
+                found.append(" ".join(process.cmdline()))
+    return found
 
 
 @pytest.mark.parametrize("option", ["auto", "reference"])

@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,13 +60,31 @@ class Running:
         """Start the command; scratch: its folder of temporary files, by default the system's."""
         self._name, self._limit_s, self._start_s = command[0], limit_s, time.monotonic()
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            command,
-            stdout=self._output,
-            stderr=self._errors,
-            env=_environment(scratch),
-            start_new_session=True,
-        )
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def start() -> None:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdout=self._output,
+                    stderr=self._errors,
+                    env=_environment(scratch),
+                    start_new_session=True,
+                )
+                started.set_result(process)
+            except BaseException as error:
+                started.set_exception(error)
+
+        # Handlers of signals run on the main thread: one that raises inside Popen would leave a
+        # process that nobody stops.
+        threading.Thread(target=start).start()
+        try:
+            self._process = started.result()
+        except BaseException:
+            with suppress(OSError):
+                self._process = started.result()
+                self.stop()
+            raise
 
     @property
     def elapsed_s(self) -> float:
