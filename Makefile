@@ -20,8 +20,9 @@ DEEP_DEMO = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowtide/benchmarks/demo-12-la
 # Where the results of a GPU go.
 OUT ?= docs/results
 
-# Two workers; what a test's own marker or part (tests/parts.py) leaves out is run elsewhere.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not hostile'
+# A worker for each core; what a test's marker or part (tests/parts.py) leaves out runs elsewhere.
+WORKERS ?= $(shell nproc)
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not hostile'
 
 .PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
@@ -66,11 +67,11 @@ test-machines: $(VENV)/.lowtide-dev
 
 # Batches and replicas on a Ray cluster of three nodes, all on this machine: 500 MB from PyPI, once.
 test-ray: $(VENV)/.lowtide-ray
-	$(BIN)/python -m pytest -q -m ray
+	$(BIN)/python -m pytest -q -m ray tests/test_ray.py
 
 # The file of docs/scale.md before two servers; needs HAProxy's program.
 test-haproxy: $(VENV)/.lowtide-dev
-	$(BIN)/python -m pytest -q -m haproxy
+	$(BIN)/python -m pytest -q -m haproxy tests/test_haproxy.py
 
 # The compiled kernels without Python, under address, undefined-behaviour and thread sanitizers.
 sanitize: $(VENV)/.lowtide-dev
@@ -144,7 +145,7 @@ $(VENV)/.lowtide-dev: $(VENV)/.lowtide
 	touch $@
 
 $(VENV)/.lowtide-ray: $(VENV)/.lowtide-dev
-	$(PIP) -e '.[dev-ray]'
+	$(PIP) 'lowtide[dev-ray]'
 	touch $@
 
 $(PEERS)/.peers: $(VENV)/.lowtide-dev

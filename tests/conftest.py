@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from machines import make_machine
-from parts import PARTS, part_of
+from parts import PARTS, ROOMS, is_of_room, part_of
 
 if TYPE_CHECKING:
     from hub_stand_in import StandIn
@@ -35,13 +35,15 @@ else:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=["product", *PARTS], help="only this part of the tests")
+    parser.addoption("--room", choices=ROOMS, help="only tests of this room of the package")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    part = config.getoption("--part")
-    if part is None or not collection_path.match("test_*.py"):
+    if not collection_path.match("test_*.py"):
         return None
-    return True if part_of(collection_path) != part else None
+    part, room = config.getoption("--part"), config.getoption("--room")
+    is_of_part = part is None or part_of(collection_path) == part
+    return None if is_of_part and (room is None or is_of_room(collection_path, room)) else True
 
 
 def pytest_configure(config: pytest.Config) -> None:

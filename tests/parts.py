@@ -1,9 +1,13 @@
-"""Tests that `make test` leaves to `make check-pages` and `make test-kernels`, by their files."""
+"""Files of tests: those that `make test` leaves to other targets, and those of a room."""
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatch
 from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "src" / "lowtide"
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 PARTS = {
     "pages": (
@@ -23,3 +27,9 @@ def part_of(path: Path) -> str:
         if any(fnmatch(path.stem, pattern) for pattern in patterns):
             return part
     return "product"
+
+
+def is_of_room(path: Path, room: str) -> bool:
+    """Return True if a file of tests imports from a room of the package or is named after it."""
+    imported = re.search(rf"^\s*(?:from|import) lowtide\.{room}\b", path.read_text(), re.MULTILINE)
+    return imported is not None or path.stem.startswith(f"test_{room}_")
