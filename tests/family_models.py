@@ -1,12 +1,19 @@
-"""Random tiny models of every autoregressive family, with transformers' own code as the oracle."""
+"""One table: random tiny models of every family, with another implementation as the oracle.
+
+Usually it is transformers' own. Bidirectional families are its classes of the same function without
+a causal mask: LLaDA a Llama, Dream a Qwen2 whose logits move on by one, LLaDA-MoE a Qwen3-MoE whose
+weights are not renormalised. A family that is added is a row of `FAMILIES`, and
+`tests/test_contract_family.py` holds it to what all of them promise.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from checkpoint_files import LAYOUTS, in_layout
@@ -32,6 +39,8 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -74,27 +83,65 @@ def logits(folder: Path, token_ids: list[int], **options: object) -> Tensor:
 def write_model(
     family: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Written:
-    """A random model of a random config; `changes` are values of transformers' config."""
+    """A random model of a random config; `changes` are values of the oracle's config."""
     rng = random.Random(f"{family} {seed}")
     torch.manual_seed(seed)
-    if family == "bailing_moe_v2":
-        return _write_ling(rng, folder, dtype)
-    config_class, model_class, values = FAMILIES[family](rng)
-    values = {**common(rng), **values, **changes}
-    if family in DENSE:
-        del values["num_experts_per_tok"]
-    model = model_class(config_class(**values))
-    randomise(model)
-    packed = _pack_experts(model) if family == "gpt_oss" and seed % 2 == 0 else {}
-    model = model.to(dtype).eval()
-    model.save_pretrained(folder, save_original_format=True)
-    if rng.random() < 0.5:
-        _flatten_config(folder)
-    if packed:
-        _store_packed(folder, packed)
-    elif family not in ("gpt_oss", *DENSE):
-        store_experts_as(folder, LAYOUTS[seed % len(LAYOUTS)])
-    return Written(folder, lambda ids: _logits(model, ids))
+    return Written(folder, FAMILIES[family].write(rng, seed, folder, dtype, changes))
+
+
+class Row(Protocol):
+    """A family in the table."""
+
+    def write(
+        self,
+        rng: random.Random,
+        seed: int,
+        folder: Path,
+        dtype: torch.dtype,
+        changes: Mapping[str, Any],
+    ) -> Callable[[list[int]], Tensor]:
+        """Store a random model as the family publishes them; return its float32 logits."""
+        ...
+
+
+class Stored(NamedTuple):
+    """A model as transformers has saved it, for a family that publishes another form."""
+
+    folder: Path
+    rng: random.Random
+    seed: int
+    values: Mapping[str, Any]  # of its config
+    dtype: torch.dtype
+    packed: Mapping[str, Tensor]
+
+
+class Transformers(NamedTuple):
+    """A family whose oracle is a class of transformers."""
+
+    config_class: type[PretrainedConfig]
+    model_class: type[PreTrainedModel]
+    values: Callable[[random.Random], dict[str, Any]]  # of a random config
+    store: Callable[[Stored], None]
+    logits: Callable[[torch.nn.Module, list[int]], Tensor]
+    pack: Callable[[torch.nn.Module, int], dict[str, Tensor]] = lambda model, seed: {}
+    """Tensors to store in place of a model's own, which become what they stand for."""
+
+    def write(
+        self,
+        rng: random.Random,
+        seed: int,
+        folder: Path,
+        dtype: torch.dtype,
+        changes: Mapping[str, Any],
+    ) -> Callable[[list[int]], Tensor]:
+        values = {**self.values(rng), **changes}
+        model = self.model_class(self.config_class(**values))
+        randomise(model)
+        packed = self.pack(model, seed)
+        model = model.to(dtype).eval()
+        model.save_pretrained(folder, save_original_format=True)
+        self.store(Stored(folder, rng, seed, values, dtype, packed))
+        return lambda ids: self.logits(model, ids)
 
 
 def common(rng: random.Random) -> dict[str, Any]:
@@ -148,30 +195,28 @@ def _stretched(rng: random.Random) -> dict[str, Any]:
     )
 
 
-def _llama(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
-    values = {
+def _llama(rng: random.Random) -> dict[str, Any]:
+    return {
         "head_dim": rng.choice([None, 16]),
         "attention_bias": rng.random() < 0.4,
         "rope_parameters": _stretched(rng),
     }
-    return LlamaConfig, LlamaForCausalLM, values
 
 
-def _qwen2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+def _qwen2(rng: random.Random) -> dict[str, Any]:
     values = rng.choice([{}, {"head_dim": 16}])
-    return Qwen2Config, Qwen2ForCausalLM, {**values, "rope_parameters": _stretched(rng)}
+    return {**values, "rope_parameters": _stretched(rng)}
 
 
-def _qwen3(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
-    values = {
+def _qwen3(rng: random.Random) -> dict[str, Any]:
+    return {
         "head_dim": rng.choice([8, 32]),
         "attention_bias": rng.random() < 0.4,
         "rope_parameters": _stretched(rng),
     }
-    return Qwen3Config, Qwen3ForCausalLM, values
 
 
-def _qwen3_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+def _qwen3_moe(rng: random.Random) -> dict[str, Any]:
     values: dict[str, Any] = {
         "head_dim": rng.choice([8, 16]),
         "moe_intermediate_size": rng.choice([16, 24]),
@@ -181,10 +226,10 @@ def _qwen3_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     }
     if rng.random() < 0.3:
         values["rope_parameters"] = _yarn(rng)
-    return Qwen3MoeConfig, Qwen3MoeForCausalLM, values
+    return values
 
 
-def _qwen2_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+def _qwen2_moe(rng: random.Random) -> dict[str, Any]:
     values: dict[str, Any] = {
         "moe_intermediate_size": rng.choice([16, 24]),
         "shared_expert_intermediate_size": rng.choice([20, 32]),
@@ -194,24 +239,19 @@ def _qwen2_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     }
     if rng.random() < 0.3:
         values["rope_parameters"] = _yarn(rng)
-    return Qwen2MoeConfig, Qwen2MoeForCausalLM, values
+    return values
 
 
-def _mixtral(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+def _mixtral(rng: random.Random) -> dict[str, Any]:
     head_dim = rng.choice([None, 16])
-    return (
-        MixtralConfig,
-        MixtralForCausalLM,
-        {"num_local_experts": rng.choice([3, 8]), "head_dim": head_dim},
-    )
+    return {"num_local_experts": rng.choice([3, 8]), "head_dim": head_dim}
 
 
-def _olmoe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
-    values = {"num_experts": rng.choice([4, 16]), "norm_topk_prob": rng.random() < 0.3}
-    return OlmoeConfig, OlmoeForCausalLM, values
+def _olmoe(rng: random.Random) -> dict[str, Any]:
+    return {"num_experts": rng.choice([4, 16]), "norm_topk_prob": rng.random() < 0.3}
 
 
-def _deepseek_v2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+def _deepseek_v2(rng: random.Random) -> dict[str, Any]:
     is_grouped = rng.random() < 0.5
     values: dict[str, Any] = {
         "num_key_value_heads": None,
@@ -231,10 +271,10 @@ def _deepseek_v2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     }
     if rng.random() < 0.6:
         values["rope_parameters"] = _yarn(rng, mscale=rng.choice([0.707, 1.0]))
-    return DeepseekV2Config, DeepseekV2ForCausalLM, values
+    return values
 
 
-def _glm4_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+def _glm4_moe(rng: random.Random) -> dict[str, Any]:
     is_grouped = rng.random() < 0.5
     values: dict[str, Any] = {
         "head_dim": rng.choice([8, 16]),
@@ -253,34 +293,32 @@ def _glm4_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
             "partial_rotary_factor": rng.choice([0.5, 1.0]),
         },
     }
-    return Glm4MoeConfig, Glm4MoeForCausalLM, values
+    return values
 
 
-def _deepseek_v3(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
-    _, _, latent = _deepseek_v2(rng)
+def _deepseek_v3(rng: random.Random) -> dict[str, Any]:
+    latent = _deepseek_v2(rng)
     num_layers, num_dense = rng.choice([(2, 0), (3, 1), (4, 2)])
-    values: dict[str, Any] = {
+    return {
         **{name: value for name, value in latent.items() if name != "topk_method"},
         "num_hidden_layers": num_layers,
         "first_k_dense_replace": num_dense,
         "norm_topk_prob": rng.random() < 0.8,
         "rope_interleave": rng.random() < 0.8,
     }
-    return DeepseekV3Config, DeepseekV3ForCausalLM, values
 
 
-def _glm4_moe_lite(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
-    _, _, values = _deepseek_v3(rng)
+def _glm4_moe_lite(rng: random.Random) -> dict[str, Any]:
+    values = _deepseek_v3(rng)
     num_dense = values.pop("first_k_dense_replace")
     kinds = ["dense"] * num_dense + ["sparse"] * (values["num_hidden_layers"] - num_dense)
     kinds = rng.choice([kinds, kinds, kinds[::-1], [*kinds[1:], kinds[0]]])
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), rng.choice([2, 3]))
-    values = {**values, **heads, "mlp_layer_types": kinds}
-    return Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, values
+    return {**values, **heads, "mlp_layer_types": kinds}
 
 
-def _minimax_m2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
-    values: dict[str, Any] = {
+def _minimax_m2(rng: random.Random) -> dict[str, Any]:
+    return {
         "head_dim": rng.choice([8, 16]),
         "num_local_experts": rng.choice([4, 9, 16]),
         "rope_parameters": {
@@ -288,10 +326,9 @@ def _minimax_m2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
             "partial_rotary_factor": rng.choice([0.5, 0.5, 1.0]),
         },
     }
-    return MiniMaxM2Config, MiniMaxM2ForCausalLM, values
 
 
-def _gpt_oss(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+def _gpt_oss(rng: random.Random) -> dict[str, Any]:
     num_layers = rng.choice([2, 3])
     kinds = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(num_layers)]
     values: dict[str, Any] = {
@@ -306,34 +343,14 @@ def _gpt_oss(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     }
     if rng.random() < 0.6:
         values["rope_parameters"] = {**_yarn(rng), "truncate": rng.random() < 0.5}
-    return GptOssConfig, GptOssForCausalLM, values
+    return values
 
 
-FAMILIES: Mapping[str, Callable[[random.Random], tuple[type, type, dict[str, Any]]]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "qwen2_moe": _qwen2_moe,
-    "mixtral": _mixtral,
-    "olmoe": _olmoe,
-    "deepseek_v2": _deepseek_v2,
-    "glm4_moe": _glm4_moe,
-    "deepseek_v3": _deepseek_v3,
-    "glm4_moe_lite": _glm4_moe_lite,
-    "minimax_m2": _minimax_m2,
-    "gpt_oss": _gpt_oss,
-}
-
-NAMES = (*FAMILIES, "bailing_moe_v2")
-
-DENSE = ("llama", "qwen2", "qwen3")
-"""Families without experts."""
-
-
-def _pack_experts(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Random MXFP4 experts by their checkpoint names; the model's become what they stand for."""
+def _pack_experts(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
+    """Random MXFP4 experts by their checkpoint names, of every other seed."""
     packed: dict[str, Tensor] = {}
+    if seed % 2:
+        return packed
     for name, parameter in model.named_parameters():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             continue
@@ -346,6 +363,25 @@ def _pack_experts(model: torch.nn.Module) -> dict[str, Tensor]:
     return packed
 
 
+def _store_usually(stored: Stored) -> None:
+    """Some as transformers before version 5 wrote them, in one of four layouts of experts."""
+    if stored.rng.random() < 0.5:
+        _flatten_config(stored.folder)
+    store_experts_as(stored.folder, LAYOUTS[stored.seed % len(LAYOUTS)])
+
+
+def _store_dense(stored: Stored) -> None:
+    if stored.rng.random() < 0.5:
+        _flatten_config(stored.folder)
+
+
+def _store_gpt_oss(stored: Stored) -> None:
+    if stored.rng.random() < 0.5:
+        _flatten_config(stored.folder)
+    if stored.packed:
+        _store_packed(stored.folder, stored.packed)
+
+
 def _store_packed(folder: Path, packed: Mapping[str, Tensor]) -> None:
     path = folder / "model.safetensors"
     unpacked = {name.removesuffix("_blocks") for name in packed}
@@ -356,8 +392,31 @@ def _store_packed(folder: Path, packed: Mapping[str, Tensor]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written:
-    """Ling 2.0's names are not transformers'; the weights are made by the schema."""
+class Ling:
+    """Ling 2.0, whose names are not transformers'; the weights are made by the schema."""
+
+    @staticmethod
+    def write(
+        rng: random.Random,
+        seed: int,
+        folder: Path,
+        dtype: torch.dtype,
+        changes: Mapping[str, Any],
+    ) -> Callable[[list[int]], Tensor]:
+        config = _ling_config(rng, dtype) | changes
+        schema = model_schema(read_config(config))
+        specs = [*schema.dense]
+        for layer in schema.moe_layers:
+            specs += schema.expert_specs(layer)
+        weights = {spec.name: random_weight(spec.name, spec.shape).to(dtype) for spec in specs}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        model = make_oracle(config, weights, dtype)
+        return lambda ids: causal_logits(model, ids)
+
+
+def _ling_config(rng: random.Random, dtype: torch.dtype) -> dict[str, Any]:
     config = {
         **common(rng),
         "architectures": ["BailingMoeV2ForCausalLM"],
@@ -378,16 +437,7 @@ def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written
     }
     del config["rope_parameters"]
     config["tie_word_embeddings"] = False  # as published
-    schema = model_schema(read_config(config))
-    specs = [*schema.dense]
-    for layer in schema.moe_layers:
-        specs += schema.expert_specs(layer)
-    weights = {spec.name: random_weight(spec.name, spec.shape).to(dtype) for spec in specs}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    model = make_oracle(config, weights, dtype)
-    return Written(folder, lambda ids: _logits(model, ids))
+    return config
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -410,7 +460,7 @@ def random_weight(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape) * shape[-1] ** -0.5
 
 
-def _logits(model: torch.nn.Module, token_ids: list[int]) -> Tensor:
+def causal_logits(model: torch.nn.Module, token_ids: list[int]) -> Tensor:
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0].float()
 
@@ -438,3 +488,224 @@ def store_experts_as(folder: Path, layout: str) -> None:
     if layout != "per expert":
         path = folder / "model.safetensors"
         save_file(in_layout(load_file(path), layout, torch.stack, torch.cat), path)
+
+
+# Bidirectional families
+
+
+LLADA_NAMES = {
+    "model.layers.": "model.transformer.blocks.",
+    "model.embed_tokens": "model.transformer.wte",
+    "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ff_norm",
+    "self_attn.o_proj": "attn_out",
+    "self_attn.": "",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
+"""LLaDA's texts for those of Llama's names."""
+
+
+def _llada_moe(rng: random.Random) -> dict[str, Any]:
+    values = common(rng)
+    num_layers = values["num_hidden_layers"]
+    dense = rng.sample(range(num_layers), rng.randrange(num_layers))
+    return {
+        **values,
+        "mlp_only_layers": rng.choice([[], sorted(dense)]),
+        "num_experts": rng.choice([4, 9, 16]),
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "norm_topk_prob": False,
+        "head_dim": rng.choice([8, 16]),
+    }
+
+
+def _store_llada(stored: Stored) -> None:
+    _rename(stored.folder)
+    _store_config(stored, _llada_config(stored.values, stored.rng))
+
+
+def _store_llada_moe(stored: Stored) -> None:
+    store_experts_as(stored.folder, LAYOUTS[stored.seed % len(LAYOUTS)])
+    _store_config(stored, _llada_moe_config(stored.values, stored.rng))
+
+
+def _store_dream(stored: Stored) -> None:
+    names = {"architectures": ["DreamModel"], "model_type": "Dream"}
+    _store_config(stored, {**_usual_config(stored.values), **names})
+
+
+def _store_config(stored: Stored, config: Mapping[str, Any]) -> None:
+    dtype = str(stored.dtype).removeprefix("torch.")
+    (stored.folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
+
+
+def _llada_config(values: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Where the file may leave a number out, it does so sometimes."""
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    return {
+        "architectures": ["LLaDAModelLM"],
+        "activation_type": "silu",
+        "block_type": "llama",
+        "d_model": values["hidden_size"],
+        "embedding_size": rng.choice([None, VOCAB]),
+        "eos_token_id": values["eos_token_id"],
+        "layer_norm_type": "rms",
+        "mask_token_id": 95,
+        "max_sequence_length": values["max_position_embeddings"],
+        "mlp_hidden_size": values["intermediate_size"],
+        "model_type": "llada",
+        "n_heads": heads,
+        "n_kv_heads": None if heads == kv_heads else kv_heads,
+        "n_layers": values["num_hidden_layers"],
+        "rms_norm_eps": values["rms_norm_eps"],
+        "rope": True,
+        "rope_full_precision": True,
+        "rope_theta": values["rope_parameters"]["rope_theta"],
+        "vocab_size": VOCAB,
+        "weight_tying": values["tie_word_embeddings"],
+    }
+
+
+def _usual_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    same = {name: value for name, value in values.items() if name != "rope_parameters"}
+    return {**same, "mask_token_id": 95, "rope_theta": values["rope_parameters"]["rope_theta"]}
+
+
+def _llada_moe_config(values: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    config = _usual_config(values)
+    config["expert_intermediate_size"] = config.pop("moe_intermediate_size")
+    config["dense_intermediate_size"] = config.pop("intermediate_size")
+    num_layers, dense = config["num_hidden_layers"], config.pop("mlp_only_layers")
+    layers = [int(layer not in dense) for layer in range(num_layers)]
+    return {
+        **config,
+        "architectures": [rng.choice(["LLaDAMoEModelLM", "FusedLLaDAMoEModelLM"])],
+        "model_type": "llada",
+        "moe_layer_freq": layers if dense else rng.choice([1, layers]),
+        "norm_topk_prob": None,
+        "qk_layernorm": True,
+        "routed_scaling_factor": rng.choice([1, 1.0, None]),
+    }
+
+
+def _rename(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    weights: dict[str, Tensor] = {}
+    for name, tensor in load_file(path).items():
+        for theirs, ours in LLADA_NAMES.items():
+            name = name.replace(theirs, ours)
+        weights[name] = tensor
+    save_file(weights, path)
+
+
+def bidirectional_logits(model: torch.nn.Module, token_ids: list[int]) -> Tensor:
+    num_tokens = len(token_ids)
+    nothing_hidden = torch.zeros(1, 1, num_tokens, num_tokens, dtype=next(model.parameters()).dtype)
+    with torch.inference_mode():
+        output = model(torch.tensor([token_ids]), attention_mask=nothing_hidden, use_cache=False)
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def _dream_logits(model: torch.nn.Module, token_ids: list[int]) -> Tensor:
+    """Of each position's own token, which its class gives one position before."""
+    logits = bidirectional_logits(model, token_ids)
+    return torch.cat([logits[:1], logits[:-1]])
+
+
+def write_first_layer(model: Path, folder: Path) -> Path:
+    """A model of nothing but the first layer of another."""
+    config = json.loads((model / "config.json").read_text())
+    for name in ("n_layers", "num_hidden_layers"):
+        if name in config:
+            config[name] = 1
+    if isinstance(config.get("moe_layer_freq"), list):
+        config["moe_layer_freq"] = config["moe_layer_freq"][:1]
+    weights = load_file(model / "model.safetensors")
+    is_kept = re.compile(r"(?!.*\.(blocks|layers)\.[1-9])").match
+    save_file(
+        {name: tensor for name, tensor in weights.items() if is_kept(name)},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# The table
+
+
+def _with_common(
+    own: Callable[[random.Random], dict[str, Any]],
+) -> Callable[[random.Random], dict[str, Any]]:
+    def values(rng: random.Random) -> dict[str, Any]:
+        drawn = own(rng)
+        return {**common(rng), **drawn}
+
+    return values
+
+
+def _dense(
+    config_class: type[PretrainedConfig],
+    model_class: type[PreTrainedModel],
+    own: Callable[[random.Random], dict[str, Any]],
+) -> Transformers:
+    """A causal family without experts."""
+
+    def values(rng: random.Random) -> dict[str, Any]:
+        drawn = _with_common(own)(rng)
+        del drawn["num_experts_per_tok"]
+        return drawn
+
+    return Transformers(config_class, model_class, values, _store_dense, causal_logits)
+
+
+def _usual(
+    config_class: type[PretrainedConfig],
+    model_class: type[PreTrainedModel],
+    own: Callable[[random.Random], dict[str, Any]],
+) -> Transformers:
+    """A causal family that is published as transformers saves it."""
+    return Transformers(config_class, model_class, _with_common(own), _store_usually, causal_logits)
+
+
+FAMILIES: Mapping[str, Row] = {
+    "llama": _dense(LlamaConfig, LlamaForCausalLM, _llama),
+    "qwen2": _dense(Qwen2Config, Qwen2ForCausalLM, _qwen2),
+    "qwen3": _dense(Qwen3Config, Qwen3ForCausalLM, _qwen3),
+    "qwen3_moe": _usual(Qwen3MoeConfig, Qwen3MoeForCausalLM, _qwen3_moe),
+    "qwen2_moe": _usual(Qwen2MoeConfig, Qwen2MoeForCausalLM, _qwen2_moe),
+    "mixtral": _usual(MixtralConfig, MixtralForCausalLM, _mixtral),
+    "olmoe": _usual(OlmoeConfig, OlmoeForCausalLM, _olmoe),
+    "deepseek_v2": _usual(DeepseekV2Config, DeepseekV2ForCausalLM, _deepseek_v2),
+    "glm4_moe": _usual(Glm4MoeConfig, Glm4MoeForCausalLM, _glm4_moe),
+    "deepseek_v3": _usual(DeepseekV3Config, DeepseekV3ForCausalLM, _deepseek_v3),
+    "glm4_moe_lite": _usual(Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _glm4_moe_lite),
+    "minimax_m2": _usual(MiniMaxM2Config, MiniMaxM2ForCausalLM, _minimax_m2),
+    "gpt_oss": Transformers(
+        GptOssConfig,
+        GptOssForCausalLM,
+        _with_common(_gpt_oss),
+        _store_gpt_oss,
+        causal_logits,
+        _pack_experts,
+    ),
+    "bailing_moe_v2": Ling(),
+    "llada": Transformers(
+        LlamaConfig, LlamaForCausalLM, common, _store_llada, bidirectional_logits
+    ),
+    "llada_moe": Transformers(
+        Qwen3MoeConfig, Qwen3MoeForCausalLM, _llada_moe, _store_llada_moe, bidirectional_logits
+    ),
+    "dream": Transformers(Qwen2Config, Qwen2ForCausalLM, common, _store_dream, _dream_logits),
+}
+
+NAMES = tuple(FAMILIES)
+MASKED = ("llada", "llada_moe", "dream")
+DENSE = ("llama", "qwen2", "qwen3", "llada", "dream")
+"""Families without experts."""
+
+CAUSAL = tuple(name for name in NAMES if name not in MASKED)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from checkpoint_files import ling_config
-from family_models import FAMILIES, common, random_weight, randomise
+from family_models import FAMILIES, random_weight, randomise
 from torch import Tensor
 
 from lowtide import SamplingParams
@@ -60,12 +60,12 @@ def random_model(family: str, seed: int, **others: Any) -> torch.nn.Module:
     """In float32, with 256 inputs of most matrices. others: values of transformers' config."""
     rng = random.Random(f"{family} {seed}")
     torch.manual_seed(seed)
-    config_class, model_class, values = FAMILIES[family](rng)
+    row = FAMILIES[family]
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "eos_token_id": None}
-    values = {**common(rng), **values, **sizes, **SIZES[family], **others}
+    values = {**row.values(rng), **sizes, **SIZES[family], **others}
     if family == "gpt_oss" and "truncate" in values["rope_parameters"]:
         values["rope_parameters"]["truncate"] = False
-    model = model_class(config_class(**values))
+    model = row.model_class(row.config_class(**values))
     randomise(model)
     return model.float().eval()
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from cuda_stand_ins import StandInCudart, StandInMark, StandInStreams
 from test_triton_packed import NAMES, fill
 from torch import Tensor
 
@@ -36,78 +37,6 @@ SHAPE = MoEShape(1, num_experts=6, num_experts_per_token=2, hidden_size=96, expe
 LAYOUT = SlotLayout.of(SHAPE, torch.float32)
 MAX_ROWS = 40
 NUM_SLOTS = 4
-
-
-class StandInMark:
-    """An event that has ended, unless a test says otherwise."""
-
-    def __init__(self) -> None:
-        self.has_ended = True
-        self.failure: RuntimeError | None = None
-
-    def query(self) -> bool:
-        if self.failure is not None:
-            raise self.failure
-        return self.has_ended
-
-
-class StandInStream:
-    """Work runs at once, on the calling thread; what was waited for is noted."""
-
-    def __init__(self) -> None:
-        self.waited_for: list[StandInMark] = []
-        self.recorded: list[StandInMark] = []
-
-    def wait_event(self, event: StandInMark) -> None:
-        self.waited_for.append(event)
-
-    def record_event(self) -> StandInMark:
-        self.recorded.append(StandInMark())
-        return self.recorded[-1]
-
-
-class StandInStreams:
-    torch_device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.copies = StandInStream()
-        self.current = StandInStream()
-        self.refuses_pinned = False
-        self.pinned_bytes = 0
-        self.num_released = 0
-
-    @contextmanager
-    def use(self, stream: StandInStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.refuses_pinned:
-            raise RuntimeError("out of memory")
-        block = torch.empty(shape, dtype=dtype)
-        self.pinned_bytes += block.nbytes
-        return block
-
-    def release(self) -> None:
-        self.num_released += 1
-
-
-class StandInCudart:
-    """Registers host memory, or refuses with an error code."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        if self.code == 0:
-            self.registered[address] = num_bytes
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
 
 
 class HostExperts(ExpertSlots):
@@ -240,17 +169,6 @@ def test_a_fully_resident_layer_needs_no_counts_on_the_host() -> None:
     device.run(group({e: e for e in range(NUM_SLOTS)}), layer.rows, layer.buffers, None)
     assert not layer.rows.is_known
     assert is_close(layer.buffers.parts, wanted)
-
-
-def test_an_empty_group_and_experts_without_tokens_are_nothing_to_do() -> None:
-    home, layer = HostExperts(), Layer(1)
-    device, before = make_device(home), layer.buffers.parts.clone()
-    absent = next(e for e in range(SHAPE.num_experts) if not int(layer.rows.counts[e]))
-    layer.to_host(device)
-    for experts in ({absent: 0}, {}):
-        device.run(group(experts), layer.rows, layer.buffers, None)
-    device.from_host(before, layer.rows, np.array([absent]), layer.buffers.parts)
-    assert torch.equal(layer.buffers.parts, before)
 
 
 def test_streams_wait_for_events_and_the_caller_for_neither() -> None:

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from whole import no_more_threads
 
 from lowtide.core import Curve, MoEShape
@@ -113,38 +111,6 @@ def compute(layer: Layer, expert: int, weights: ExpertSlots, slot: int) -> None:
 def spans_of(device: EmulatedDevice, stream: str) -> list[Span]:
     assert device.timeline is not None
     return [span for span in device.timeline if span.stream == stream]
-
-
-@pytest.mark.invariant
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [1, 6, 37])
-def test_bits_are_those_of_the_host(dtype: torch.dtype, num_tokens: int) -> None:
-    """Some experts from slots in two groups, the others on the host, all at once."""
-    layout = SlotLayout.of(SHAPE, dtype)
-    experts = make_experts(layout)
-    layer, wanted = make_layer(num_tokens, dtype=dtype), make_layer(num_tokens, dtype=dtype)
-    with closing(make_device(layout=layout)) as device:
-        arrived = [device.copy(experts.image(e), slot, None) for e, slot in ((4, 0), (1, 2))]
-        host_parts = device.host_parts(layer.buffers.parts)
-        assert host_parts is layer.buffers.parts
-        device.run(group({4: 0}), *layer, arrived[0])
-        device.run(group({1: 2}), *layer, arrived[1])
-        for expert in (0, 2, 3):
-            device.host_work([1], lambda e=expert: compute(layer, e, experts, e))()
-        device.from_host(host_parts, layer.rows, np.array([0, 2, 3]), layer.buffers.parts)
-        device.join()
-    for expert in range(SHAPE.num_experts):
-        compute(wanted, expert, experts, expert)
-    assert torch.equal(layer.buffers.parts, wanted.buffers.parts)
-
-
-def test_a_group_may_have_experts_without_tokens(device: EmulatedDevice) -> None:
-    layer = make_layer(1)
-    absent = next(e for e in range(SHAPE.num_experts) if layer.rows.pairs(e) == slice(0, 0))
-    before = layer.buffers.parts.clone()
-    device.run(group({absent: 0}), *layer, None)
-    device.join()
-    assert torch.equal(layer.buffers.parts, before)
 
 
 def test_a_run_waits_for_its_copy_and_a_copy_for_the_slots_last_use() -> None:
@@ -385,46 +351,6 @@ def test_a_thread_that_dies_leaves_errors_behind() -> None:
     stream.drain()
     stream.stop()
     stream.join()
-
-
-programmes = st.lists(
-    st.one_of(
-        st.tuples(st.integers(0, SHAPE.num_experts - 1), st.integers(0, NUM_SLOTS - 1)),
-        st.dictionaries(
-            st.integers(0, SHAPE.num_experts - 1),
-            st.integers(0, NUM_SLOTS - 1),
-            min_size=1,
-            max_size=NUM_SLOTS,
-        ),
-    ),
-    max_size=20,
-)
-
-
-@given(programme=programmes, link_s=st.sampled_from([0.0, 2e-4]))
-def test_any_programme_ends_as_if_done_one_by_one(
-    programme: list[tuple[int, int] | dict[int, int]], link_s: float
-) -> None:
-    """Copies (expert, slot) and runs (expert: slot it is computed from), waiting as they must."""
-    experts = make_experts()
-    last_use: list[Event | None] = [None] * NUM_SLOTS
-    last_copy: Event | None = None
-    got, wanted = ([make_layer(3, i) for i in range(len(programme))] for _ in range(2))
-    slots = ExpertSlots(Arena(NUM_SLOTS * LAYOUT.num_bytes), LAYOUT)
-    with closing(make_device(speeds(link_s))) as device:
-        for i, item in enumerate(programme):
-            if isinstance(item, tuple):
-                expert, slot = item
-                last_copy = device.copy(experts.image(expert), slot, last_use[slot])
-                slots.image(slot).copy_(experts.image(expert))
-                continue
-            use = device.run(group(item), *got[i], last_copy)
-            for expert, slot in item.items():
-                last_use[slot] = use
-                compute(wanted[i], expert, slots, slot)
-        device.join()
-    for done, right in zip(got, wanted, strict=True):
-        assert torch.equal(done.buffers.parts, right.buffers.parts)
 
 
 def test_speeds_keep_the_ratios_of_the_profile() -> None:

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 from common.glm4 import block_causal_mask
-from family_models import NAMES
-from family_models import write_model as write_causal
-from masked_models import NAMES as MASKED_NAMES
-from masked_models import write_model as write_masked
+from family_models import CAUSAL, MASKED, write_model
 from oracle import GOLDENS, load_oracle
 from torch import Tensor
 from whole import Observed
@@ -66,11 +63,11 @@ def masks(num_tokens: int, num_context: int, *shares: float) -> tuple[Any, ...]:
     return tuple(made)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", CAUSAL)
 def test_the_logits_of_an_autoregressive_text_are_those_of_transformers(
     tmp_path: Path, family: str
 ) -> None:
-    model = write_causal(family, 3, tmp_path / "model")
+    model = write_model(family, 3, tmp_path / "model")
     ids = some_ids(40)
     wanted = model.oracle(ids)
     with LLM(model.folder, context=64) as llm:
@@ -131,9 +128,9 @@ def test_a_block_is_read_over_its_prefix_with_fewer_and_fewer_masks() -> None:
     assert [step.is_last for step in steps].index(True) == len(steps) - 1
 
 
-@pytest.mark.parametrize("family", MASKED_NAMES)
+@pytest.mark.parametrize("family", MASKED)
 def test_a_bidirectional_text_is_read_whole(tmp_path: Path, family: str) -> None:
-    model = write_masked(family, 1, tmp_path / "model")
+    model = write_model(family, 1, tmp_path / "model")
     ids = some_ids(24, vocab=80)
     text = ForcedText(ids, 6, masks(24, 6, 1.0, 0.3))
     with LLM(model.folder, context=64) as llm:

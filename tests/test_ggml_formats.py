@@ -11,13 +11,11 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
-from gguf_files import SCALES, random_blocks
+from gguf_files import SCALES
 
 from lowtide.errors import UnsupportedError
 from lowtide.formats import format_of, formats, loadable_dtypes
-from lowtide.formats.convert import convert
 from lowtide.formats.ggml import FORMATS, TYPE_NAMES, GgmlFormat, mxfp4_weights
-from lowtide.formats.plain import plain_format
 from lowtide.kernels.cpu.library import load_kernels
 from lowtide.kernels.cpu.packed import PackedOperators
 from lowtide.kernels.reference import REFERENCE
@@ -55,23 +53,6 @@ def check_bits(stored: GgmlFormat, blocks: np.ndarray) -> float:
     return float(is_number.mean())
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
-def test_weights_are_rounded_once(stored: GgmlFormat) -> None:
-    blocks = random_blocks((4, 256), kind_of(stored))
-    exact = torch.from_numpy(gguf.quants.dequantize(blocks, kind_of(stored)).copy())
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        out = torch.empty(4, 256, dtype=dtype)
-        matrix = stored.matrix([torch.from_numpy(blocks).reshape(-1)], (4, 256))
-        REFERENCE.unpack(matrix, out)
-        some = torch.empty(2, 256, dtype=dtype)
-        REFERENCE.select_rows(matrix, torch.tensor([3, 1]), some)
-        assert torch.equal(some, out[[3, 1]])
-        assert torch.equal(out, exact.to(dtype))
-        target = np.empty(4 * 256 * dtype.itemsize, np.uint8)
-        convert([blocks.reshape(-1)], stored, target, plain_format(dtype))
-        assert (target == out.reshape(-1).view(torch.uint8).numpy()).all()
-
-
 def test_bits_on_a_gpu_are_those_on_the_host() -> None:
     """Of every byte at every scale."""
     blocks = np.empty((256, 16, 17), np.uint8)
@@ -91,27 +72,6 @@ def test_a_gpu_keeps_mxfp4_alone() -> None:
     assert table.kept() == stored
     on_gpu = [(fp4, fp4, fp4), (fp4, fp4, None), (None, None, fp4), (None, None, None)]
     assert table.kept(has_gpu=True) == on_gpu
-
-
-@pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
-def test_a_scale_that_is_no_number_is_found(kind: Type) -> None:
-    [stored] = [each for each in FORMATS if each.ggml_name == kind.name]
-    blocks = random_blocks((8, 256), kind).reshape(-1, *stored.block_bytes)
-    assert stored.is_finite(blocks.reshape(-1))
-    start = SCALES[kind][-1]
-    blocks[3, start : start + 2] = (0x00, 0x7C)  # an infinity
-    assert not stored.is_finite(blocks.reshape(-1))
-
-
-def test_a_product_is_that_of_the_weights_unpacked() -> None:
-    stored = formats()["Q5_K"]
-    blocks = random_blocks((700, 512), Type.Q5_K)  # two tiles and a part of one
-    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
-    out = torch.empty(5, 700)
-    packed = torch.from_numpy(blocks).reshape(-1)
-    REFERENCE.multiply_by(x, stored.matrix([packed], (700, 512)), out)
-    weights = torch.from_numpy(gguf.quants.dequantize(blocks, Type.Q5_K).copy())
-    assert torch.allclose(out, x @ weights.t(), atol=1e-5)
 
 
 def test_types_have_the_package_s_numbers() -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import gpu
 import torch
-from test_cuda_device import StandInCudart, StandInStreams
+from cuda_stand_ins import StandInCudart, StandInStreams
 
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.devices.cuda import CudaDevice

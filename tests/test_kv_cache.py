@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide import LLM, SamplingParams
-from lowtide.core import align_up
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
 from lowtide.engine.running.elastic import kv_pages
-from lowtide.errors import InternalError, PageError, PlanError
+from lowtide.errors import InternalError, PageError
 from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape
 from lowtide.memory.kv_pages import KVLayout, KVShape
@@ -50,49 +49,6 @@ class Held:
             expected = self.rows[layer, None, :, None].expand(2, -1, 4)
             assert torch.equal(keys, expected + torch.tensor([0.25, 0.5])[:, None, None])
             assert torch.equal(values, -keys)
-
-
-actions = st.one_of(
-    st.tuples(st.just("allocate"), st.integers(1, 90)),
-    st.tuples(st.just("write"), st.integers(0, 40)),
-    st.tuples(st.just("free"), st.integers(0, 20)),
-)
-
-
-@given(st.integers(0, 200), st.lists(actions, max_size=40))
-def test_a_range_is_refused_only_where_too_few_tokens_are_free(num_tokens, actions) -> None:
-    """Ranges never overlap, and what was written to one is there wherever it is moved."""
-    cache = make_cache(num_tokens, num_layers=2, kv_heads=2)
-    held: list[Held] = []
-    fresh = itertools.count()
-    for action, number in actions:
-        if action == "allocate":
-            wanted = align_up(number, GRANULE_TOKENS)
-            num_free = cache.num_tokens - sum(each.kv.capacity for each in held)
-            assert cache.num_free_tokens == num_free
-            assert cache.can_allocate(number) == (wanted <= num_free)
-            if wanted > num_free:
-                with pytest.raises(PlanError, match=f"{number} tokens: {num_free} of.*context"):
-                    cache.allocate(number)
-            else:
-                held.append(Held(cache.allocate(number)))
-                assert held[-1].kv.capacity == wanted
-        elif held and action == "free":
-            cache.free(held.pop(number % len(held)).kv)
-        elif held:
-            each = held[number % len(held)]
-            num_rows = min(number, each.kv.capacity - each.rows.shape[1])
-            numbers = [[float(next(fresh)) for _ in range(num_rows)] for _ in (0, 1)]
-            each.append(cache, torch.tensor(numbers).view(2, num_rows))
-        ends = 0
-        for each in sorted(held, key=lambda each: each.kv.start):
-            assert each.kv.start >= ends and each.kv.start % GRANULE_TOKENS == 0
-            ends = each.kv.start + each.kv.capacity
-            each.check(cache)
-        assert ends <= cache.num_tokens
-    for each in held:
-        cache.free(each.kv)
-    assert cache.num_free_tokens == cache.num_tokens
 
 
 def test_nothing_moves_while_a_range_fits_where_it_is() -> None:
@@ -158,24 +114,6 @@ def test_reading_copies_nothing() -> None:
     keys, _ = cache.read(0, cache.allocate(32), 32)
     storage.fill_(3.0)
     assert bool((keys == 3.0).all())
-
-
-def test_a_write_past_the_range_is_caught_before_it_hits_a_neighbour() -> None:
-    cache = make_cache(64)
-    first, second = cache.allocate(16), cache.allocate(16)
-    rows = torch.ones(3, 1, 4)
-    cache.write(0, first, 13, rows, rows)
-    with pytest.raises(InternalError, match="3 rows from position 14.*16"):
-        cache.write(0, first, 14, rows, rows)
-    assert not cache.read(0, second, 16)[0].any()
-
-
-def test_a_range_is_freed_once() -> None:
-    cache = make_cache(64)
-    kv = cache.allocate(16)
-    cache.free(kv)
-    with pytest.raises(InternalError, match="not taken"):
-        cache.free(kv)
 
 
 @given(st.integers(0, 1000))

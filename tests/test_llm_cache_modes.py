@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from cached_oracle import KeptKeys, cached_trajectory, kept_logits
+from family_models import write_first_layer, write_model
 from hash_model import is_all_free
-from masked_models import write_first_layer, write_model
 from masked_oracle import golden_cases, load_full
 from oracle import GOLDENS
 from typer.testing import CliRunner

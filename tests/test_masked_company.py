@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from examples import examples
+from family_models import MASKED, VOCAB, write_model
 from hypothesis import given
 from hypothesis import strategies as st
-from masked_models import NAMES, VOCAB, write_model
 from test_masked_diffusion import RULE_FIELDS
 
 from lowtide import LLM, DiffusionParams, SamplingParams
@@ -43,7 +43,7 @@ class Answered(NamedTuple):
     num_forwards: int
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=MASKED)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:

@@ -1,4 +1,4 @@
-"""LLaDA, LLaDA-MoE and Dream: every position sees every other."""
+"""LLaDA, LLaDA-MoE and Dream, where every position sees every other: what is theirs alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from examples import scaled
-from family_models import logits, random_ids
-from masked_models import NAMES, write_model
+from family_models import MASKED, random_ids, write_model
 from poison import PoisonedWorkspace
 from safetensors.torch import load_file, save_file
 from schema_sizes import num_parameters_of, num_tensors_of
@@ -26,22 +24,17 @@ from lowtide.lab import verify as verify_module
 from lowtide.lab.verify import verify
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
-from lowtide.schemas import model_schema, weight_bytes
+from lowtide.schemas import model_schema
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 2e-4
-
-LENGTHS = (1, 700, 17, 40, 3, 60, 16, 200, 130, 90)
-"""Tokens: one row, some, and more than one tile of rows (512)."""
-
-NUM_SEEDS = scaled(20)
 
 
 def golden(family: str) -> Path:
     return GOLDENS / f"{family.replace('_', '-')}-a"
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", MASKED)
 def test_logits_are_the_original_implementations(family: str) -> None:
     """Dream's were recorded before they are shifted, as its own code does it afterwards."""
     recorded = load_file(golden(family) / "forward.safetensors")
@@ -55,32 +48,10 @@ def test_logits_are_the_original_implementations(family: str) -> None:
             torch.testing.assert_close(llm.logits(token_ids), logits, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    for seed in range(NUM_SEEDS):
-        written = write_model(family, seed, tmp_path / str(seed))
-        token_ids = random_ids(seed, LENGTHS[seed % len(LENGTHS)])
-        ours = logits(written.folder, token_ids, context=700)
-        torch.testing.assert_close(ours, written.oracle(token_ids), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("family", NAMES)
-def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
-    """Tolerance: at most twice the root-mean-square error of transformers' own bfloat16."""
-    our_error = their_error = 0.0
-    for seed in range(6):
-        written = write_model(family, seed, tmp_path / str(seed), torch.bfloat16)
-        token_ids = random_ids(seed, 64)
-        exact = logits(written.folder, token_ids, dtype="float32")
-        our_error += float((logits(written.folder, token_ids) - exact).square().mean())
-        their_error += float((written.oracle(token_ids) - exact).square().mean())
-    assert 0 < our_error < 4 * their_error
-
-
 # Passes and what is planned for them
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=MASKED)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A synthetic checkpoint of the family."""
     return synth(request.param, "tiny", tmp_path_factory.mktemp("made") / request.param)
@@ -148,7 +119,7 @@ def full_config(family: str) -> dict[str, Any]:
     return dict(families()[family].sizes()["full"].config)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", MASKED)
 def test_published_sizes_and_ids(family: str) -> None:
     published = full_config(family)
     num_tensors, billions, mask, eos = PUBLISHED[family]
@@ -166,12 +137,10 @@ def test_published_sizes_and_ids(family: str) -> None:
         and not config.decoding.keeps_keys
         and config.decoding.block_length == 1
     )
-    small = read_config(families()[family].sizes()["small"].config)
-    assert 0.9e9 < sum(weight_bytes(small, "bfloat16")) < 1.1e9
 
 
 def test_published_decoding() -> None:
-    kinds = [read_config(full_config(name)).decoding for name in NAMES]
+    kinds = [read_config(full_config(name)).decoding for name in MASKED]
     llada, moe, dream = (kind.defaults for kind in kinds if isinstance(kind, Canvas))
     assert (llada.block_length, llada.steps, llada.remasking) == (128, 128, "low_confidence")
     assert (moe.block_length, moe.steps, moe.remasking) == (32, 128, "low_confidence")

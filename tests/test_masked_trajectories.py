@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from family_models import Written
-from masked_models import NAMES, VOCAB, write_model
+from family_models import MASKED, VOCAB, Written, write_model
 from published_loops import confidence_of, published_choice
 from torch import Tensor
 from whole import token_rows
@@ -53,7 +52,7 @@ class Asked(NamedTuple):
         return (len(self.prompt) + self.max_tokens) * (2 if self.diffusion.cfg_scale else 1)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", MASKED)
 @pytest.mark.parametrize("seed", range(7))
 def test_random_models_write_what_the_published_loop_does(
     family: str, seed: int, tmp_path: Path

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from whole import wait_until
 
 from lowtide import LLM, SamplingParams
 from lowtide.experts.batched_experts import BatchedExperts
@@ -25,25 +27,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_half(folder: Path, policy: str) -> LLM:
     plan = plan_model(folder, **OPTIONS)
     half = (plan.minimum_bytes + plan.full_bytes) // 2
-    llm = LLM(folder, host_memory=half, policy=policy, **OPTIONS)
-    if llm._engine.kernels.library is None:
+    return compiled(LLM(folder, host_memory=half, policy=policy, **OPTIONS))
+
+
+def compiled(llm: LLM) -> LLM:
+    if not llm.kernels.startswith("compiled"):
         llm.close()
         pytest.skip("no compiled kernels here")
     return llm
 
 
+def num_wakings() -> int:
+    """How often compute threads have gone back to sleep, once all sleep."""
+    wait_until(lambda: all(said["State"].startswith("S") for said in compute_threads()))
+    return sum(int(said["voluntary_ctxt_switches"]) for said in compute_threads())
+
+
+def compute_threads() -> list[dict[str, str]]:
+    """What the system says of each."""
+    threads = [each for each in threading.enumerate() if each.name.startswith("lowtide-compute")]
+    said = [Path(f"/proc/self/task/{each.native_id}/status").read_text() for each in threads]
+    assert said
+    return [dict(line.split(":\t", 1) for line in each.splitlines()) for each in said]
+
+
 @pytest.mark.parametrize("policy", ["lru", "lowtide"])
-def test_a_compiled_pass_hands_nothing_to_torch_s_threads(
-    folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handed: list[str] = []
-    for name in ("submit", "run"):
-        monkeypatch.setattr(HostExecutor, name, lambda *_, name=name: handed.append(name))
+def test_a_compiled_pass_wakes_none_of_torch_s_threads(folder: Path, policy: str) -> None:
     with open_half(folder, policy) as llm:
+        before = num_wakings()
         # A prompt of one token: each pass is one row.
         [found] = llm.generate([[5]], SamplingParams(max_tokens=12, ignore_eos=True))
         assert len(found.token_ids) == 12 and llm.stats()["num_misses"] > 0
-    assert not handed
+        assert num_wakings() == before
+        llm.generate([[3 + i * i % 60 for i in range(96)]], SamplingParams(max_tokens=1))
+        assert num_wakings() > before, "long passes are theirs"
 
 
 def test_experts_of_few_rows_are_computed_before_or_after_torch_s_and_never_beside_them(
@@ -63,11 +80,8 @@ def test_experts_of_few_rows_are_computed_before_or_after_torch_s_and_never_besi
         num_handed.append(1)
         return submit(self, work)
 
-    with LLM(
-        folder, cache="off", **OPTIONS
-    ) as llm:  # an expert that waits for a slot has all go one by one
-        if llm._engine.kernels.library is None:
-            pytest.skip("no compiled kernels here")
+    # Everything is resident: an expert that waits for a slot has all go one by one.
+    with compiled(LLM(folder, cache="off", **OPTIONS)) as llm:
         executor = llm._engine.experts.executor
         assert isinstance(executor, HostExpertExecutor)
         executors.append(executor)

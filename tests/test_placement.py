@@ -1,4 +1,4 @@
-"""Presets and their options; what placements do is in test_same_moves.py and test_capacity.py."""
+"""Presets and their options; what placements do is in test_contract_placement.py."""
 
 from __future__ import annotations
 

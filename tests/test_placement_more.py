@@ -12,6 +12,7 @@ from policy_facts import make_facts
 
 from lowtide.core import NO_EXPERTS, Costs, Curve, Demand, Moves, Step, StepKind
 from lowtide.lab.baselines import ScoreCache
+from lowtide.policies.budgets import Budgets
 from lowtide.policies.division import layer_budgets
 from lowtide.policies.lowtide import Lowtide
 from lowtide.policies.online_tau import OnlineTau
@@ -184,3 +185,22 @@ def test_what_one_layer_fetches_is_no_other_layers() -> None:
     facts = make_facts(demand, is_kept=nobody, capacity=[1, 1], fetched=np.array([2]))
     assert placement.update(facts).admit.tolist() == [2]
     assert not len(placement.update(facts._replace(layer=1, fetched=NO_EXPERTS)).admit)
+
+
+def test_lowtide_keeps_how_it_has_divided_its_slots() -> None:
+    held = Budgets([4, 4], 8)
+    for _ in range(2):
+        held.begin_step(lambda: np.array([[9.0] * 8, [0.0] * 8]))
+    held.settle(np.array([4, 4]))
+    assert held.capacity.tolist() == [4, 3]
+    held.settle(np.array([4, 3]))
+    assert held.capacity.tolist() == [5, 3]
+    held.resize(np.array([2, 4]))
+    assert held.capacity.tolist() == [3, 3]
+    held.resize(np.array([0, 2]))
+    assert held.capacity.sum() == 2
+    held.resize(np.array([4, 4]))  # what is won has to come free first
+    held.settle(np.array([5, 3]))
+    assert held.capacity.sum() == 2
+    held.settle(np.array([0, 0]))
+    assert held.capacity.sum() == 8

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from common.glm4 import block_causal_mask
-from family_models import write_model as write_causal
-from masked_models import write_model as write_masked
+from family_models import write_model
 from oracle import GOLDENS, load_oracle
 from torch import Tensor
 from typer.testing import CliRunner
@@ -74,7 +73,7 @@ def test_the_perplexity_is_that_of_transformers_at_every_budget(
     tmp_path: Path, family: str
 ) -> None:
     changes = {"num_experts": 32} if family == "qwen3_moe" else {}
-    model = write_causal(family, 3, tmp_path / "model", **changes)
+    model = write_model(family, 3, tmp_path / "model", **changes)
     report = quality(model.folder, EXACT, work(some_ids()), context=128)
     check_exact(report)
     assert report.sample is not None and report.rows[0].comparison is not None
@@ -122,7 +121,7 @@ def _block_losses(
 def test_the_masked_likelihood_of_whole_texts_is_that_of_a_direct_computation(
     tmp_path: Path, family: str
 ) -> None:
-    model = write_masked(family, 1, tmp_path / "model")
+    model = write_model(family, 1, tmp_path / "model")
     settings = EXACT if family == "llada_moe" else [QualitySetting()]
     report = quality(model.folder, settings, work(some_ids(vocab=80)), context=128)
     if family == "llada_moe":
@@ -161,7 +160,7 @@ def lossy() -> Iterator[str]:
 
 
 def test_a_policy_that_changes_words_is_seen_and_timed_beside_the_exact_one(tmp_path: Path) -> None:
-    model = write_causal("qwen3_moe", 3, tmp_path / "model", num_experts=32)
+    model = write_model("qwen3_moe", 3, tmp_path / "model", num_experts=32)
     with lossy() as name:
         settings = [QualitySetting(name, residents=0.3)]
         assert [[s.policy for s in group] for group in grouped(settings)] == [["auto", name]]

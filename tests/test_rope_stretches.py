@@ -15,10 +15,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from family_models import FAMILIES, logits, random_ids, write_model
+from family_models import logits, random_ids, write_model
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import write_gguf
-from gguf_oracle import check, random_model
+from gguf_oracle import SIZES, check, random_model
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
@@ -40,8 +40,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-ALL = [(family, rope) for family in FAMILIES for rope in (LINEAR, LLAMA3)]
-ALL += [("mixtral", YARN), ("olmoe", YARN)]  # the others: test_families.py
+ALL = [(family, rope) for family in SIZES for rope in (LINEAR, LLAMA3)]
+ALL += [("mixtral", YARN), ("olmoe", YARN)]  # the others: test_contract_family.py
 
 
 def ids(value: object) -> str:
@@ -93,7 +93,7 @@ def test_divisors_are_for_gguf_files_alone() -> None:
 
 @pytest.mark.parametrize(
     ("family", "key"),
-    [*((each, "type") for each in FAMILIES), ("mixtral", "factor"), ("mixtral", "scale_linear")],
+    [*((each, "type") for each in SIZES), ("mixtral", "factor"), ("mixtral", "scale_linear")],
 )
 def test_files_are_stretched_linearly(family: str, key: str, tmp_path: Path) -> None:
     """By a type and a factor, a factor alone, or the key of the oldest files."""

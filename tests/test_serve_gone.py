@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from apis import APIS
 from serving import LIMIT_S, talking_folder
 from starlette.types import Message, Scope
 
@@ -23,15 +24,7 @@ from lowtide.serve.errors import QueueFull
 from lowtide.serve.service import Served, Service
 from lowtide.serve.settings import ServeSettings
 
-SAID = [{"role": "user", "content": "import os"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "import", "max_tokens": 4},
-    "/v1/chat/completions": {"messages": SAID, "max_tokens": 4},
-    "/v1/responses": {"input": "import"},
-    "/v1/messages": {"messages": SAID, "max_tokens": 4},
-    "/api/chat": {"model": "model", "messages": SAID},
-    "/api/generate": {"model": "model", "prompt": "import"},
-}
+BODIES = {path: api.ask("import", 4) for path, api in APIS.items()}
 
 Waiting = Iterator[asyncio.Event]  # set once a request waits
 

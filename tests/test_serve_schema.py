@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+from apis import check_error
 from examples import examples
 from hypothesis import HealthCheck, core, given, note, settings
 from hypothesis import strategies as st
@@ -81,20 +82,6 @@ def check(client: httpx.Client) -> Check:
         assert canary() == first
 
     return ask
-
-
-def check_error(path: str, body: Any) -> None:
-    """A refusal, in the form of the API that a path belongs to."""
-    error = body["error"]
-    if path.startswith("/api/") and path != "/api/hello":
-        assert set(body) == {"error"} and isinstance(error, str) and error
-        return
-    if path.startswith(("/v1/messages", "/api/hello")):
-        assert set(body) == {"type", "error"} and body["type"] == "error"
-        assert set(error) == {"type", "message"}
-    else:
-        assert set(body) == {"error"} and set(error) == {"message", "type", "param", "code"}
-    assert isinstance(error["message"], str) and error["message"] and error["type"]
 
 
 def bounded(count: int) -> settings:

@@ -211,6 +211,23 @@ def test_integrity_is_really_checked() -> None:
         ledger.check_integrity()
 
 
+@pytest.mark.parametrize("num_leases", [1, 2])
+def test_an_expert_in_use_stays_until_its_last_lease_is_released(num_leases: int) -> None:
+    ledger = SlotLedger(1, 4, 3)
+    slot = ledger.take()
+    ledger.bind(0, 2, slot)
+    for _ in range(num_leases):
+        ledger.lease(slot)
+    for _ in range(num_leases):
+        with pytest.raises(InternalError, match="expert 2, which is in use"):
+            ledger.evict(0, 2)
+        assert ledger.slot_of(0, 2) == slot and ledger.num_free == 2
+        ledger.release(slot)
+    ledger.evict(0, 2)
+    assert ledger.num_free == 3
+    ledger.check_integrity()
+
+
 def test_asking_what_is_resident_gives_a_copy() -> None:
     ledger = SlotLedger(1, 4, 3)
     before = ledger.is_resident(0)

@@ -20,20 +20,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_regular_file import open_descriptors
 
-from lowtide.core import MoEShape
 from lowtide.errors import StorageError
-from lowtide.experts.layout import SlotLayout
-from lowtide.experts.slots import ExpertSlots
-from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
 from lowtide.files.regular_file import RegularFile, is_in_memory
 from lowtide.formats import formats
 from lowtide.formats.plain import ITEM_BYTES
-from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.reading import file_reader as store
 from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.file_reader import SECTOR_BYTES, FileReader, Piece, Read, ring_bytes
-from lowtide.schemas.weights import ExpertTable, StoredLayer
 
 FILE_SIZES = (3 * SECTOR_BYTES + 777, SECTOR_BYTES, 5)
 CONTENTS = [
@@ -349,41 +343,6 @@ def test_several_reads_are_under_way_at_a_time(
         monkeypatch.setattr(os, "preadv", together)
         tickets = [reader.submit([whole(0, i, 64)[0]]) for i in range(store.NUM_READERS)]
         assert [ticket.result() for ticket in tickets] == [64] * store.NUM_READERS
-
-
-@pytest.mark.parametrize("stored", list(ITEM_BYTES))
-@pytest.mark.parametrize("slot_dtype", list(ITEM_BYTES))
-@pytest.mark.parametrize("gaps", [(0, 0), (3, 4096), (5000, 1)])
-def test_experts_arrive_in_their_slots(
-    stored: str, slot_dtype: str, gaps: tuple[int, int], tmp_path: Path
-) -> None:
-    """Parts in the order down, gate, up, at unaligned offsets; the last expert ends the file."""
-    layout = SlotLayout.of(MoEShape(1, 3, 1, hidden_size=24, expert_size=10), TORCH[slot_dtype])
-    generator = torch.Generator().manual_seed(1)
-    content = bytearray(b"\xff" * 13)
-    offsets = np.zeros((1, 3, 3), np.int64)
-    weights = {}
-    for expert in range(3):
-        for part, gap in ((2, 0), (0, gaps[0]), (1, gaps[1])):
-            weight = torch.randn(layout.largest.parts[part].shape, generator=generator).to(
-                TORCH[stored]
-            )
-            content += b"\xff" * gap
-            offsets[0, expert, part] = len(content)
-            content += weight.view(torch.uint8).numpy().tobytes()
-            weights[expert, part] = weight
-    path = tmp_path / "experts.bin"
-    path.write_bytes(content)
-    num_bytes = 240 * ITEM_BYTES[stored]
-    layer = StoredLayer((formats()[stored],) * 3, (num_bytes,) * 3)
-    table = ExpertTable((layer,), np.zeros_like(offsets), offsets)
-    slots = ExpertSlots(Arena(3 * layout.num_bytes), layout)
-    with reading([path], largest_read_bytes(table)) as reader:
-        transfer = DiskTransfer(reader, table, slots)
-        tickets = [transfer.start(0, expert, slot=2 - expert) for expert in range(3)]
-        assert all(ticket.result() >= 3 * num_bytes for ticket in tickets)
-    for (expert, part), weight in weights.items():
-        assert torch.equal(slots.weights(0, 2 - expert)[part], weight.to(TORCH[slot_dtype]))
 
 
 def test_dense_weights_are_read_and_converted(tmp_path: Path) -> None:

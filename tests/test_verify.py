@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from masked_models import write_first_layer
+from family_models import write_first_layer
 from torch import Tensor
 from typer.testing import CliRunner
 
