@@ -109,6 +109,14 @@ def test_values_as_python_writes_them(
     assert is_taken(LFM2, tool, text) is is_right
 
 
+def test_blanks_between_arguments_and_calls_may_be_left_out() -> None:
+    tool = tool_of({"a": INTEGER, "b": INTEGER})
+    mask = mask_of(None, LFM2, tools=(tool,), tool_choice="f")
+    for token in LFM2.tokenizer.encode("<|tool_call_start|>[f(b=1,a=2),f(a=3, b=4)]"):
+        assert mask.allowed()[token]
+        mask.take(token)
+
+
 ITEM = {
     "type": "object",
     "properties": {"name": STRING, "n": {"type": "integer", "minimum": 3}},

@@ -50,7 +50,7 @@ class PythonCalls(CallForm):
         return f'{literal(f"{tool.name}(")} {arguments} ")"'
 
     def several(self, one: str, is_single: bool) -> str:
-        more = "" if is_single else f'(", " {one})*'
+        more = "" if is_single else f"(/, ?/ {one})*"
         return f'{self.mark(self.begin)} "[" {one} {more} "]" {self.mark(self.end)}'
 
 

@@ -136,7 +136,7 @@ def _of_schema(lark: LarkText, types: SchemaTypes, schema: object, is_strict: bo
 
 
 def _python_arguments(lark: LarkText, tool: Tool) -> str:
-    types, separator = SchemaTypes(tool.parameters), '", "'
+    types, separator = SchemaTypes(tool.parameters), "/, ?/"
     quoted, text_name = quoted_lark(tool.grammar), only_text(tool)
     if tool.grammar and text_name is not None and quoted is not None:
         return f"{literal(text_name + '=' + chr(34))} {lark.grammar(quoted)} {literal(chr(34))}"
