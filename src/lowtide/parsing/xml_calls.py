@@ -158,11 +158,10 @@ class XmlCalls:
         """Return True if the call ends here whatever text may have been cut off."""
         syntax, rest = self._syntax, self._text[end:].lstrip()
         begins = (syntax.call_begin or syntax.function, syntax.function)
-        if syntax.call_end:
-            is_closed = not syntax.holds_several or self._text[:end].endswith(syntax.call_end)
-        else:  # the mark may be a value's
-            is_closed = syntax.end.search(self._text, max(0, end - 400), end) is not None
-        return is_closed and begins[0].startswith(rest) or rest.startswith(begins)
+        if syntax.end.search(self._text, max(0, end - 400), end) is None:
+            return False  # its last mark may be a value's
+        is_open = syntax.holds_several and not self._text[:end].endswith(syntax.call_end)
+        return not is_open and begins[0].startswith(rest) or rest.startswith(begins)
 
     def _write_call(self, end: int, is_strict: bool = False) -> bool:
         """Write the call up to `end`; return False if it is none.
