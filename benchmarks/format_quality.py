@@ -22,6 +22,7 @@ from lowtide import LLM
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.format_plans import plan_by_format
+from lowtide.engine.planning.planner import Planner
 from lowtide.lab.bench import Load, Preset, take_turns
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.quality import QualityWork, quality
@@ -69,7 +70,9 @@ def _measure(recorder: Recorder, model: str, text: str, options: argparse.Namesp
     }
     say(f"{model}: {len(lanes)} lanes ...")
     opened = open_model(model, EngineConfig(**shared))
-    weight_bytes = {row.format: row.weight_bytes for row in plan_by_format(opened)}
+    facts, asked = opened.facts, opened.options.asked
+    planner = Planner.of(facts.config, opened.memory, asked)
+    weight_bytes = {row.format: row.weight_bytes for row in plan_by_format(facts, asked, planner)}
     work = QualityWork(scope=Scope(options.tokens, 256), repeats=0).with_text(
         opened.facts.tokenizer, text
     )

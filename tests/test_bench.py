@@ -80,7 +80,7 @@ def test_a_prediction_stands_beside_the_measured_speed(
     assert "unknown" in result.stdout
     speeds = ModelSpeeds(passes=((1, 1e-3), (99, 1e-2)), reads=((1, 1e-4),))
     opened = open_model(MODEL, EngineConfig(device="cpu", context=128))
-    keep_speeds(speed_key(opened, opened.kernels().name), lambda _: speeds)
+    keep_speeds(speed_key(opened.speed_facts, opened.kernels().name), lambda _: speeds)
     [known] = run([Preset("tide")]).runs
     assert known.predicted is not None and known.predicted.least < known.predicted.most
     result = CliRunner().invoke(app, [*ARGUMENTS, "--policy", "tide"])

@@ -13,6 +13,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from whole import planner_of
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
@@ -94,7 +95,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Of a model that nothing was counted of yet."""
     folder = tmp_path_factory.mktemp("model") / request.param
     synth(request.param, "tiny", folder, seed=1)
-    return Planner.of(open_model(folder, EngineConfig(context=256)))
+    return planner_of(open_model(folder, EngineConfig(context=256)))
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +265,7 @@ def test_kernels_without_scratch_touch_a_plan_but_for_half_a_huge_page(
     """Published shapes, divided as far as it takes: a plan is for whatever kernels there are."""
     config = families()[family].sizes()["full"].config
     (tmp_path / "config.json").write_text(json.dumps(config))
-    planner = Planner.of(
+    planner = planner_of(
         open_model(tmp_path, EngineConfig(context=64, device="cpu"))
     ).plan_long_passes()
     for num_tokens in (600, 1024, 4096, 16384):

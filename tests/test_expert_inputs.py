@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from checkpoint_files import in_layout
 from torch import Tensor
 from torch.nn.functional import silu
 from typer.testing import CliRunner
+from whole import planner_of
 
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
@@ -22,6 +24,7 @@ from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.planning import format_plans
 from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.planning.planner import Planner
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.files import array_file
@@ -32,7 +35,7 @@ from lowtide.llm import plan_model
 from lowtide.model_folder.demo_tasks import held_out_text
 from lowtide.model_writing.pack import pack
 from lowtide.model_writing.synth import synth
-from lowtide.plan import MemoryPlan
+from lowtide.plan import FormatPlan, MemoryPlan
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.trace import TraceShape
 
@@ -412,6 +415,11 @@ def test_they_are_read_once_and_only_to_round_for(
     assert were_read.count("trace_ids") == were_read.count("trace_weights") == 1
 
 
+def rows_of(opened: OpenModel) -> Sequence[FormatPlan]:
+    planner = planner_of(opened)
+    return format_plans.plan_by_format(opened.facts, opened.options.asked, planner)
+
+
 @pytest.mark.parametrize("format", ["own", "q4"])
 def test_each_format_s_plan_is_that_of_a_run_in_it(
     model: Path,
@@ -422,14 +430,14 @@ def test_each_format_s_plan_is_that_of_a_run_in_it(
 ) -> None:
     plans: dict[str | None, MemoryPlan] = {}
 
-    def keep(opened: OpenModel) -> MemoryPlan:
+    def keep(opened: OpenModel, planner: Planner) -> MemoryPlan:
         name = opened.options.asked.format
-        plans[name] = make_plan(opened)
+        plans[name] = make_plan(opened, planner)
         return plans[name]
 
     monkeypatch.setattr(format_plans, "make_plan", keep)
     options: dict[str, Any] = {"context": 64, "calibration": str(calibrated), "device": "cpu"}
-    rows = format_plans.plan_by_format(open_model(model, EngineConfig(**options, format=format)))
+    rows = rows_of(open_model(model, EngineConfig(**options, format=format)))
     assert [row.format for row in rows] == list(plans) == ["own", "q8", "q4"]
     assert were_read.count("inputs_hidden") == 1
     for name, plan in plans.items():
@@ -440,4 +448,4 @@ def test_each_format_s_plan_is_that_of_a_run_in_it(
 def test_another_model_s_are_no_format_s(calibrated: Path, tmp_path: Path) -> None:
     other = synth("qwen2_moe", "tiny", tmp_path / "other", seed=7)
     opened = open_model(other, EngineConfig(context=64, calibration=str(calibrated)))
-    assert [row.format for row in format_plans.plan_by_format(opened)] == ["own"]
+    assert [row.format for row in rows_of(opened)] == ["own"]

@@ -16,6 +16,7 @@ from lowtide.engine.opening import model as engine_opening
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.facts import MemoryFacts
 from lowtide.engine.planning import one_expert
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.prediction import known_speeds
 from lowtide.errors import UsageError
 from lowtide.lab.verbs.quality import parse_settings
@@ -117,6 +118,23 @@ def test_auto_is_what_the_first_line_names(
     assert words[0] == words[1]
 
 
+def test_passes_are_counted_once_for_all_formats(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, num_counted = Planner.run_forward, 0
+
+    def counted(self: Planner, *arguments: Any, **more: Any) -> Any:
+        nonlocal num_counted
+        num_counted += 1
+        return forward(self, *arguments, **more)
+
+    monkeypatch.setattr(Planner, "run_forward", counted)
+    plan_model(folder, context=64)
+    num_alone, num_counted = num_counted, 0
+    assert len(plan_in_full(folder, context=64).by_format) == 3
+    assert num_counted == num_alone > 0
+
+
 def test_auto_leaves_what_takes_long_to_round(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,9 +158,9 @@ def test_an_expert_is_timed_as_it_is_read_and_rounded(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     own, q4 = (opening.opened_model(folder, {"format": name}) for name in ("own", "q4"))
-    one_expert.keep_rounding(own, q4)
-    found = known_speeds(q4).rounding_s
-    assert found is not None and found > 0 and known_speeds(own).rounding_s is None
+    one_expert.keep_rounding(own.facts.checkpoint, own.memory, q4.speed_facts)
+    found = known_speeds(q4.speed_facts).rounding_s
+    assert found is not None and found > 0 and known_speeds(own.speed_facts).rounding_s is None
 
 
 def test_auto_leaves_what_fits_as_it_is_stored(

@@ -18,7 +18,7 @@ from hash_model import is_all_free
 from masked_oracle import golden_cases, load_full
 from oracle import GOLDENS
 from typer.testing import CliRunner
-from whole import token_rows
+from whole import planner_of, token_rows
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
@@ -26,7 +26,6 @@ from lowtide.decode import masked_options
 from lowtide.decode.forced import ForcedText
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning.planner import Planner
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.kernels.row_statistics import Form
 from lowtide.llm import plan_model
@@ -168,7 +167,7 @@ def test_unknown_modes_are_refused(value) -> None:
 
 def test_the_papers_form_of_the_head_is_planned_for_ablations(name) -> None:
     """All logits of the rows that are read exist; both copies of guidance, in float32."""
-    planner = Planner.of(open_model(GOLDENS / name, EngineConfig(context=128)))
+    planner = planner_of(open_model(GOLDENS / name, EngineConfig(context=128)))
     fused, whole = (planner.registrar(128, form).graph.needed_bytes for form in Form)
     assert whole - fused > 128 * planner.config.vocab_size * 4
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, load_oracle
 from poison import PoisonedWorkspace
 from torch import Tensor
+from whole import planner_of
 
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
@@ -112,7 +113,7 @@ def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def planner_for(folder: Path) -> Planner:
-    return Planner.of(open_model(folder, EngineConfig(context=256)))
+    return planner_of(open_model(folder, EngineConfig(context=256)))
 
 
 def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(planner: Planner) -> None:

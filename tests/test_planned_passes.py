@@ -11,6 +11,7 @@ import pytest
 from poison import PoisonedWorkspace
 from rich.console import Console
 from typer.testing import CliRunner
+from whole import planner_of
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli import plotting
@@ -28,7 +29,6 @@ from lowtide.engine.planning.passes import (
     plan_passes,
 )
 from lowtide.engine.planning.plan import make_plan
-from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running import pass_room
 from lowtide.errors import PlanError, UnsupportedError
 from lowtide.memory.pass_planner import PassPlan
@@ -56,11 +56,11 @@ def with_budget(model: OpenModel, num_bytes: int, context: int = CONTEXT) -> Ope
 
 
 def longest_within(model: OpenModel, num_bytes: int) -> int:
-    return longest_context(Planner.of(model), "auto", num_bytes)
+    return longest_context(planner_of(model), "auto", num_bytes)
 
 
 def passes_of(model: OpenModel, plan: MemoryPlan) -> PlannedPasses:
-    return plan_passes(Planner.of(model), plan, "auto", model.options.asked.host_memory)
+    return plan_passes(planner_of(model), plan, "auto", model.options.asked.host_memory)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

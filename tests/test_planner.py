@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from poison import PoisonedWorkspace
 from torch import Tensor
+from whole import planner_of
 
 from lowtide.compute import Compute
 from lowtide.core import ALIGNMENT, Step, StepKind, align_up
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning.planner import Planner
-from lowtide.errors import InternalError
+from lowtide.errors import InternalError, UnsupportedError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted
 from lowtide.layers.batch import Batch, Segment
@@ -165,13 +165,26 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_first_fit_needs_no_more_than_is_alive_together_on_the_models(folder: Path) -> None:
     for context in (64, 4096):
-        planner = Planner.of(open_model(folder, EngineConfig(context=context)))
+        planner = planner_of(open_model(folder, EngineConfig(context=context)))
         graph = planner.registrar().graph
         assert graph.placement.arena_bytes == graph.least_bytes
 
 
+def test_passes_take_no_more_of_the_workspace_in_other_formats(folder: Path) -> None:
+    """So a plan by format counts them once."""
+    own = planner_of(open_model(folder, EngineConfig(context=64)))
+    for format in ("q8", "q4"):
+        try:
+            opened = open_model(folder, EngineConfig(context=64, format=format))
+        except UnsupportedError:  # weights that are not made into it
+            continue
+        alone = planner_of(opened)
+        assert alone.workspace_bytes() == own.workspace_bytes()
+        assert alone.registrar().graph.least_bytes == own.registrar().graph.least_bytes
+
+
 def test_the_longest_pass_is_as_well_placed(folder: Path) -> None:
-    planner = Planner.of(open_model(folder, EngineConfig(context=64)))
+    planner = planner_of(open_model(folder, EngineConfig(context=64)))
     if planner.config.family != "gpt_oss":  # whose windows are of causal passes
         graph = planner.registrar(1111).graph
         assert graph.placement.arena_bytes == graph.least_bytes

@@ -26,7 +26,6 @@ from lowtide.engine.planning.prediction import (
     DOUBT,
     MISS_POWER,
     even_demand,
-    kernel_names,
     published_pass,
     speed_key,
 )
@@ -56,6 +55,7 @@ from lowtide.hardware.model_speeds import (
 )
 from lowtide.hardware.store import keep_rates, kept_rates, rates_path
 from lowtide.hardware.timing import Sample, Timing
+from lowtide.kernels.choice import possible_names
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.plan import FormatPlan, MemoryPlan, PassTime, Prediction, SpeedRange, TierPlan
@@ -94,7 +94,8 @@ def opened(folder: Path, **options: object) -> OpenModel:
 
 
 def key_of(model: OpenModel) -> SpeedKey:
-    return speed_key(model, kernel_names(model)[0])
+    facts = model.speed_facts
+    return speed_key(facts, possible_names(facts.kernels, facts.memory.dtype)[0])
 
 
 def keep(model: OpenModel, speeds: ModelSpeeds) -> None:
@@ -389,7 +390,7 @@ def test_a_first_load_measures_and_a_second_does_not(
 
 def key_for(place: Path) -> SpeedKey:
     model = opened(place, context=256)
-    return speed_key(model, model.kernels().name)
+    return speed_key(model.speed_facts, model.kernels().name)
 
 
 def test_a_model_of_the_least_memory_is_measured_too(
@@ -404,7 +405,7 @@ def test_a_model_of_the_least_memory_is_measured_too(
         few = llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids
         assert not before < 0
     model = opened(place)
-    speeds = kept_speeds(speed_key(model, model.kernels().name))
+    speeds = kept_speeds(speed_key(model.speed_facts, model.kernels().name))
     assert [count for count, _ in speeds.reads][0] == 1 and len(speeds.reads) == 2
     with LLM(place, device="cpu") as llm:
         assert llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids == few
@@ -431,7 +432,7 @@ def test_a_run_is_kept_as_the_model_is_closed(
         llm.generate([[1, 2, 3]], max_tokens=32, ignore_eos=True)
         llm.logits([1, 2, 3])
     model = opened(folders["qwen3_moe"])
-    [run] = kept_speeds(speed_key(model, model.kernels().name)).runs
+    [run] = kept_speeds(speed_key(model.speed_facts, model.kernels().name)).runs
     assert run.num_passes == 31 and run.num_rows == run.num_tokens == 1.0
     assert run.num_missed == run.wait_s == 0.0
 

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from programs import python
+from whole import planner_of
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning import planner as counting
-from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.families import families
 from lowtide.model_writing.synth import synth
 
 
 def counted(folder: Path) -> object:
-    planner = Planner.of(open_model(folder, EngineConfig(context=64)))
+    planner = planner_of(open_model(folder, EngineConfig(context=64)))
     graph = planner.registrar().graph
     if planner.config.decoding.keeps_keys:
         return graph
-    return graph, Planner.of(open_model(folder, EngineConfig(context=2048))).workspace_bytes()
+    return graph, planner_of(open_model(folder, EngineConfig(context=2048))).workspace_bytes()
 
 
 @pytest.mark.parametrize("family", sorted(families()))

@@ -19,6 +19,8 @@ from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.kind import Schedule
 from lowtide.decode.request import Draft, Event, Finished, Prefill, Request
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
 from lowtide.experts.rows import LayerCall, Routing
@@ -34,6 +36,11 @@ LIMIT_S = 60.0
 
 Trajectories = dict[int, list[list[int]]]
 """By request: the token row of every denoising pass, as it went in."""
+
+
+def planner_of(model: OpenModel) -> Planner:
+    """What counts the passes of a model as it was opened."""
+    return Planner.of(model.facts.config, model.memory, model.options.asked)
 
 
 class Setting(NamedTuple):

@@ -78,7 +78,9 @@ class StepModel:
         )
         self.opened = open_model(folder, options)
         self.form = form
-        self.planner = Planner.of(self.opened).plan_long_passes(form.of_rows)
+        opened = self.opened
+        planner = Planner.of(opened.facts.config, opened.memory, opened.options.asked)
+        self.planner = planner.plan_long_passes(form.of_rows)
         self.template = self.planner.forward.joined(self.planner.head_of(_ASKED))
 
     def counts(self, num_tokens: int, num_masked: int) -> Counts:

@@ -28,7 +28,8 @@ from lowtide.core import Step
 from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
 from lowtide.decode.request import Event, Finished, Request
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.facts import ModelFacts
 from lowtide.engine.opening.model_calibration import check_calibrated, find_calibration
 from lowtide.engine.planning.format_plans import plan_by_format
 from lowtide.engine.planning.passes import PlannedPasses, longest_context_of, plan_passes
@@ -287,7 +288,8 @@ def plan_model(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -
     No weight is read or fetched. The plan's reason warns if the machine's free memory, or all of
     it, is less than the budget.
     """
-    return _planned(opened_for_plan(model, options))
+    opened = opened_for_plan(model, options)
+    return _checked(make_plan(opened), opened.facts, opened.options.asked)
 
 
 class FullPlan(NamedTuple):
@@ -301,25 +303,30 @@ class FullPlan(NamedTuple):
 def plan_in_full(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> FullPlan:
     """Plan a model, the passes of a bidirectional one, and the other formats."""
     opened = opened_for_plan(model, options)
-    planner, asked = Planner.of(opened), opened.options.asked
-    if opened.facts.config.decoding.keeps_keys:
-        return FullPlan(_planned(opened, planner), None, plan_by_format(opened))
+    facts, asked = opened.facts, opened.options.asked
+    planner = Planner.of(facts.config, opened.memory, asked)
     try:
-        plan = _planned(opened, planner)
+        plan = _checked(make_plan(opened, planner), facts, asked)
     except PlanError as error:
-        longest = longest_context_of(planner, asked.policy, asked.host_memory)
+        longest = 0
+        if not facts.config.decoding.keeps_keys:
+            longest = longest_context_of(planner, asked.policy, asked.host_memory)
         if not longest:
             raise
         raise PlanError(f"{error} The longest context in it is {longest} tokens.") from error
-    passes = plan_passes(planner, plan, asked.policy, asked.host_memory)
-    return FullPlan(plan, passes, plan_by_format(opened))
+    passes = None
+    if not facts.config.decoding.keeps_keys:
+        passes = plan_passes(planner, plan, asked.policy, asked.host_memory)
+    return FullPlan(plan, passes, plan_by_format(facts, asked, planner))
 
 
-def _planned(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
-    asked = opened.options.asked
-    calibration = find_calibration(opened.facts, asked.calibration)
+def _checked(plan: MemoryPlan, facts: ModelFacts, asked: EngineConfig) -> MemoryPlan:
+    """Add warnings about memory that this machine lacks to a plan.
+
+    Raises UsageError for a policy that needs another calibration.
+    """
+    calibration = find_calibration(facts, asked.calibration)
     check_calibrated(calibration, asked.policy, asked.policy_options)
-    plan = make_plan(opened, planner)
     warnings = (shortage_of(plan, asked.host_memory), excess_of(plan, asked.host_memory))
     return replace(plan, reason="\n".join([plan.reason, *filter(None, warnings)]))
 

@@ -67,12 +67,12 @@ class LoadedModel:
         self._name = str(model)
         with _shown(options.get("progress")) as progress:
             opened = opened_model(model, {**options, "progress": progress})
-            context, seed = opened.memory.context.num_tokens, opened.options.asked.seed
-            self._intake = intake_of(opened.facts, context, seed)
-            planner = Planner.of(opened)
+            facts, asked = opened.facts, opened.options.asked
+            self._intake = intake_of(facts, opened.memory.context.num_tokens, asked.seed)
+            planner = Planner.of(facts.config, opened.memory, asked)
             engine = load(opened, make_plan(opened, planner), planner)
-            ask = partial(first_requests, self._intake, opened.facts.config)
-            self._loop = EngineLoop(with_prediction(engine, opened, ask))
+            ask = partial(first_requests, self._intake, facts.config)
+            self._loop = EngineLoop(with_prediction(engine, opened.speed_facts, ask))
 
     @property
     def name(self) -> str:

@@ -29,22 +29,30 @@ FIRST_ANSWER_TOKENS = 64
 
 def opened_model(model: str | Path, options: Mapping[str, object]) -> OpenModel:
     """Open a model's facts under `options` without reading weights, or refuse."""
-    return _checked(opened_with_format(partial(open_model, model), engine_config(options)))
+    asked = engine_config(options)
+    opened = opened_with_format(partial(open_model, model), asked)
+    _check_block_length(asked.block_length, opened.facts.config)
+    return opened
 
 
 def opened_for_plan(model: str | Path | HubModel, options: Mapping[str, object]) -> OpenModel:
     """Open a model's facts for a plan; weights of a hub model are not fetched."""
-    return _checked(opened_with_format(partial(open_for_plan, model), engine_config(options)))
+    asked = engine_config(options)
+    opened = opened_with_format(partial(open_for_plan, model), asked)
+    _check_block_length(asked.block_length, opened.facts.config)
+    return opened
 
 
 def opened_for_request(model: str | Path, options: Mapping[str, object]) -> OpenModel:
     """Open a model's facts for checks that do not depend on the weights' format."""
-    return _checked(open_model(model, as_stored(engine_config(options))))
+    asked = engine_config(options)
+    opened = open_model(model, as_stored(asked))
+    _check_block_length(asked.block_length, opened.facts.config)
+    return opened
 
 
-def _checked(opened: OpenModel) -> OpenModel:
-    """Raise UnsupportedError for options that this kind of model does not have."""
-    block_length, config = opened.options.asked.block_length, opened.facts.config
+def _check_block_length(block_length: int | None, config: ModelConfig) -> None:
+    """Raise UnsupportedError for blocks that this kind of model does not have."""
     if block_length not in (None, 1) and config.decoding.writes_in_order:
         raise UnsupportedError(
             f"block_length {block_length}: {config.architecture} is autoregressive, its "
@@ -55,7 +63,6 @@ def _checked(opened: OpenModel) -> OpenModel:
             f"block_length {block_length}: {config.architecture} is bidirectional, its logits "
             "are of whole sequences; leave block_length out."
         )
-    return opened
 
 
 def intake_of(facts: ModelFacts, context: int, seed: int | None) -> Intake:

@@ -23,7 +23,8 @@ from lowtide.devices.kind import is_paced
 from lowtide.doctor.diagnosis import Skipped
 from lowtide.doctor.doctor import machine_rates
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.opening.facts import SpeedFacts
+from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.plan import make_plan
 from lowtide.engine.planning.prediction import predictor_of
 from lowtide.errors import PlanError, UsageError
@@ -232,7 +233,7 @@ def bench(
     with LLM(model, progress=progress, **{**options, "cache": "off"}) as llm:
         load = Load.of(llm, prompt, params)
         load = load._replace(
-            predicts=partial(_predicted, open_model(model, EngineConfig(**options)))
+            predicts=partial(_predicted, open_model(model, EngineConfig(**options)).speed_facts)
         )
         runs = take_turns(llm, presets, load, repeats, progress)
         policies = ", ".join(preset.label for preset in presets)
@@ -333,9 +334,9 @@ def _take_turn(llm: LLM, run: PresetRun, load: Load) -> None:
     )
 
 
-def _predicted(opened: OpenModel, plan: MemoryPlan, done: Mapping[str, float]) -> SpeedRange | None:
+def _predicted(facts: SpeedFacts, plan: MemoryPlan, done: Mapping[str, float]) -> SpeedRange | None:
     """Return the speed expected under `plan` for the passes counted in `done`."""
-    predictor = predictor_of(opened, plan)
+    predictor = predictor_of(facts, plan)
     if predictor is None:
         return None
     counts = (done["committed_tokens"], done["forwards"], done["num_rows"])

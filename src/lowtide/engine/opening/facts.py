@@ -1,8 +1,9 @@
 """Facts of an open model, in three records; no weight is read for them.
 
 `ModelFacts` describes its files, `MemoryFacts` its contents in memory, `RunOptions` the way it is
-run. A function takes the fields it reads, or one record. Only planning (`planning/plan.py`) and
-loading (`running/wiring.py`) take several records, and pass their fields on.
+run; `SpeedFacts` are those of the three that its speed depends on. A function takes the fields it
+reads, or one record. Only planning (`planning/plan.py`) and loading (`running/wiring.py`) take
+several records, and pass their fields on.
 """
 
 from __future__ import annotations
@@ -229,6 +230,17 @@ class RunOptions:
         """The folder to which kept KV caches are also written; None: memory only."""
         folder, is_kept = self.asked.cache_dir, self.reuse is not Reuse.OFF
         return Path(folder) if folder is not None and is_kept and not self.changes_words else None
+
+
+class SpeedFacts(NamedTuple):
+    """Facts that a model's speed is predicted from, and kept under."""
+
+    folder: Path
+    config: ModelConfig
+    memory: MemoryFacts
+    kernels: str  # as they were asked for
+    kv_cache: bool | str
+    cache_mode: CacheMode
 
 
 def _context(config: ModelConfig, asked: int | None) -> int:

@@ -13,7 +13,7 @@ from lowtide.config import ModelConfig
 from lowtide.engine.opening import weight_formats
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.device_choice import resolve_device
-from lowtide.engine.opening.facts import MemoryFacts, ModelFacts, RunOptions
+from lowtide.engine.opening.facts import MemoryFacts, ModelFacts, RunOptions, SpeedFacts
 from lowtide.engine.opening.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening.option_checks import (
     as_reference,
@@ -43,6 +43,18 @@ class OpenModel(NamedTuple):
     facts: ModelFacts
     memory: MemoryFacts
     options: RunOptions
+
+    @property
+    def speed_facts(self) -> SpeedFacts:
+        asked = self.options.asked
+        return SpeedFacts(
+            self.facts.folder,
+            self.facts.config,
+            self.memory,
+            asked.kernels,
+            asked.kv_cache,
+            asked.cache_mode,
+        )
 
     def kernels(self, device: torch.device = HOST) -> Kernels:
         """Choose the kernels for computing on `device`.

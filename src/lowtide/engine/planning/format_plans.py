@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.facts import MemoryFacts, RunOptions
+from lowtide.engine.opening.facts import MemoryFacts, ModelFacts, RunOptions
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening.weight_formats import QUANTISED
 from lowtide.engine.planning.one_expert import keep_rounding
 from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.planning.planner import Planner
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.plan import (
@@ -31,19 +32,23 @@ from lowtide.plan import (
 FORMATS = (OWN_FORMAT, *QUANTISED)
 
 
-def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
+def plan_by_format(
+    facts: ModelFacts, asked: EngineConfig, planner: Planner
+) -> tuple[FormatPlan, ...]:
     """Plan each format that this model's weights can have, without reading a weight.
 
     If the named calibration cannot be used for rounding, only the stored format is planned.
+
+    planner: of the model in the format asked for; passes are counted once for all formats.
     """
-    experts, names = opened.memory.experts, [*FORMATS]
+    experts, names = planner.memory.experts, [*FORMATS]
     inputs = None if experts is None else experts.inputs
     if inputs is None:
         try:
-            inputs = named_inputs(opened.facts, opened.options.asked.calibration)
+            inputs = named_inputs(facts, asked.calibration)
         except UsageError:
             names = [OWN_FORMAT]
-    rows = (_in_format(opened, name, inputs) for name in names)
+    rows = (_in_format(facts, name, asked, planner, inputs) for name in names)
     return tuple(row for row in rows if row is not None)
 
 
@@ -57,9 +62,12 @@ def opened_with_format(
     opened = opens(as_stored(options))
     if options.format != AUTO_FORMAT:
         return opened
-    for row in other_formats(plan_by_format(opened), opened.memory.formats):
-        keep_rounding(opened, opens(replace(options, format=row.format)))
-    faster = faster_format(plan_by_format(opened), opened.memory.formats)
+    facts, memory, asked = opened.facts, opened.memory, opened.options.asked
+    planner = Planner.of(facts.config, memory, asked)
+    for row in other_formats(plan_by_format(facts, asked, planner), memory.formats):
+        rounded = opens(replace(options, format=row.format))
+        keep_rounding(facts.checkpoint, memory, rounded.speed_facts)
+    faster = faster_format(plan_by_format(facts, asked, planner), memory.formats)
     return opened if faster is None else opens(replace(options, format=faster.format))
 
 
@@ -68,19 +76,25 @@ def as_stored(options: EngineConfig) -> EngineConfig:
     return replace(options, format=OWN_FORMAT) if options.format == AUTO_FORMAT else options
 
 
-def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> FormatPlan | None:
+def _in_format(
+    facts: ModelFacts,
+    name: str,
+    given: EngineConfig,
+    planner: Planner,
+    inputs: ExpertInputs | None,
+) -> FormatPlan | None:
     """Plan one format; None if the weights cannot have it or are stored in it.
 
     inputs: experts' inputs for rounding.
     """
-    given, config = opened.options.asked, opened.facts.config
+    config = facts.config
     # Rounded rows are not for every format.
     activations = OWN_FORMAT if given.activations == INT8_ROWS else given.activations
     asked = replace(
         given, format=name, expert_dtype=None, dense_dtype=None, activations=activations
     )
     try:
-        memory = MemoryFacts.of(config, opened.facts.weight_map, asked)
+        memory = MemoryFacts.of(config, facts.weight_map, asked)
     except UnsupportedError:
         return None
     if name != OWN_FORMAT and not memory.is_rounded_as_read:
@@ -92,7 +106,8 @@ def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> For
     slot_bytes = 0 if memory.experts is None else memory.experts.layout.num_bytes
     weight_bytes = memory.dense.num_bytes + num_experts * slot_bytes
     try:
-        plan = make_plan(OpenModel(opened.facts, memory, RunOptions.of(asked, config)))
+        opened = OpenModel(facts, memory, RunOptions.of(asked, config))
+        plan = make_plan(opened, planner.in_format(memory))
     except PlanError:  # not even the least fits
         return FormatPlan(name, weight_bytes, None, None)
     share = sum(plan.residents_per_layer) / num_experts if num_experts else 1.0

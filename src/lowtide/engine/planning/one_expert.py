@@ -8,14 +8,13 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
-from lowtide.engine.opening.facts import ExpertFacts, MemoryFacts
-from lowtide.engine.opening.model import OpenModel
-from lowtide.engine.planning.prediction import kernel_names, known_speeds, speed_key
+from lowtide.engine.opening.facts import ExpertFacts, MemoryFacts, SpeedFacts
+from lowtide.engine.planning.prediction import known_speeds, speed_key
 from lowtide.experts.slots import ExpertSlots
 from lowtide.experts.transfer import DiskTransfer, ticket_result
 from lowtide.formats.convert import pack
 from lowtide.hardware.model_speeds import ModelSpeeds, keep_speeds
-from lowtide.kernels.choice import choose_pack
+from lowtide.kernels.choice import choose_pack, possible_names
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.file_reader import FileReader
@@ -24,26 +23,26 @@ NUM_EXPERTS = 3
 """Experts read one after another; their median counts."""
 
 
-def keep_rounding(own: OpenModel, rounded: OpenModel) -> None:
+def keep_rounding(checkpoint: Checkpoint | None, own: MemoryFacts, rounded: SpeedFacts) -> None:
     """Measure the time that rounding adds to an expert's read, once per model and format.
 
-    own: the model as stored. rounded: the same model in a format to which experts are rounded when
-    read. Raises StorageError if an expert cannot be read.
+    own: the model's memory as stored. rounded: the same model in a format to which experts are
+    rounded when read. Raises StorageError if an expert cannot be read.
     """
-    checkpoint = rounded.facts.checkpoint
-    if checkpoint is None or not rounded.memory.is_rounded_as_read:
+    memory = rounded.memory
+    if checkpoint is None or not memory.is_rounded_as_read:
         return
     if known_speeds(rounded).rounding_s is not None:
         return
-    if own.memory.experts is None or rounded.memory.experts is None:
+    if own.experts is None or memory.experts is None:
         return
-    kernels = rounded.options.asked.kernels
     read_s, rounded_s = (
-        _expert_s(each.memory, experts, checkpoint, kernels)
-        for each, experts in ((own, own.memory.experts), (rounded, rounded.memory.experts))
+        _expert_s(each, experts, checkpoint, rounded.kernels)
+        for each, experts in ((own, own.experts), (memory, memory.experts))
     )
     added = partial(_having, rounding_s=max(1e-9, rounded_s - read_s))
-    keep_speeds(speed_key(rounded, kernel_names(rounded)[0]), added)
+    best = possible_names(rounded.kernels, memory.dtype)[0]
+    keep_speeds(speed_key(rounded, best), added)
 
 
 def _having(speeds: ModelSpeeds, rounding_s: float) -> ModelSpeeds:

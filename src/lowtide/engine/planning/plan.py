@@ -45,7 +45,8 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
     planner: counts the passes; loading with the same planner does not count them again.
     """
     facts, memory, options = opened
-    asked, planner = options.asked, planner or Planner.of(opened)
+    asked = options.asked
+    planner = planner or Planner.of(facts.config, memory, asked)
     context, is_host = memory.context, memory.device == "cpu"
     needs = _needs(planner, asked.policy)
     if is_host:
@@ -96,7 +97,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         )
     if asked.elastic:
         plan = replace(plan, elastic_tokens=elastic_tokens(planner, plan))
-    predictor = predictor_of(opened, plan)
+    predictor = predictor_of(opened.speed_facts, plan)
     return plan if predictor is None else replace(plan, prediction=predictor.prediction())
 
 

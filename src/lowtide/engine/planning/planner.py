@@ -19,9 +19,8 @@ from lowtide.compute import Compute
 from lowtide.config import ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.decode.logits import LOGIT_ROWS
-from lowtide.engine.opening.config import MAX_PASS_ROWS
+from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.facts import ContextFacts, MemoryFacts
-from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.families import families
@@ -78,14 +77,20 @@ class Planner:
         self._counted = _Counted()
 
     @classmethod
-    def of(cls, opened: OpenModel) -> Planner:
-        asked = opened.options.asked
-        wants = PassWants.of(asked.policy, asked.policy_options)
-        return cls(opened.facts.config, opened.memory, wants)
+    def of(cls, config: ModelConfig, memory: MemoryFacts, asked: EngineConfig) -> Planner:
+        """Make the planner of a model under the policy that is asked for."""
+        return cls(config, memory, PassWants.of(asked.policy, asked.policy_options))
 
     def wanting(self, wants: PassWants) -> Planner:
         """Return the same model's planner for another policy, sharing the cache."""
         return self._sharing(self.memory, wants)
+
+    def in_format(self, memory: MemoryFacts) -> Planner:
+        """Return the planner of the same model in other formats, with the same counts.
+
+        Formats are of weights, and passes take no more of the workspace for them.
+        """
+        return self._sharing(memory, self.wants)
 
     def at_context(self, context: ContextFacts) -> Planner:
         """Return the same model's planner for another context, sharing the cache."""

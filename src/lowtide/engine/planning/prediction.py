@@ -9,7 +9,6 @@ of memory and disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import NamedTuple
@@ -18,8 +17,7 @@ from lowtide.config import Decoding, ModelConfig
 from lowtide.core import CacheMode, Curve, MoEShape
 from lowtide.decode.kinds import make_kind
 from lowtide.devices.kind import is_paced
-from lowtide.engine.opening.facts import ExpertFacts, MemoryFacts
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import ExpertFacts, MemoryFacts, SpeedFacts
 from lowtide.errors import StorageError
 from lowtide.hardware.machine import (
     Machine,
@@ -264,7 +262,7 @@ class Predictor:
 
 
 def predictor_of(
-    opened: OpenModel, plan: MemoryPlan, speeds: ModelSpeeds | None = None
+    facts: SpeedFacts, plan: MemoryPlan, speeds: ModelSpeeds | None = None
 ) -> Predictor | None:
     """Return a predictor, or None beside an emulated device, whose speeds are given.
 
@@ -272,16 +270,16 @@ def predictor_of(
     """
     if is_paced(plan.device):
         return None
-    facts, memory, options = opened
-    context, asked = memory.context.num_tokens, options.asked
-    published = published_pass(facts.config.decoding, asked.cache_mode, context)
-    speeds = speeds or known_speeds(opened)
-    return Predictor(facts.config, memory, plan, published, asked.kernels, speeds)
+    config, memory = facts.config, facts.memory
+    published = published_pass(config.decoding, facts.cache_mode, memory.context.num_tokens)
+    speeds = speeds or known_speeds(facts)
+    return Predictor(config, memory, plan, published, facts.kernels, speeds)
 
 
-def known_speeds(opened: OpenModel) -> ModelSpeeds:
+def known_speeds(facts: SpeedFacts) -> ModelSpeeds:
     """Return this model's stored speeds, from its last load."""
-    found = [kept_speeds(speed_key(opened, name)) for name in kernel_names(opened)]
+    names = possible_names(facts.kernels, facts.memory.dtype)
+    found = [kept_speeds(speed_key(facts, name)) for name in names]
     return ModelSpeeds(
         passes=next((each.passes for each in found if each.passes), ()),
         reads=next((each.reads for each in found if each.reads), ()),
@@ -290,23 +288,17 @@ def known_speeds(opened: OpenModel) -> ModelSpeeds:
     )
 
 
-def speed_key(opened: OpenModel, kernels: str) -> SpeedKey:
-    """Return the key under which this model's speeds are stored. kernels: names of the host's."""
-    facts, memory, options = opened
+def speed_key(facts: SpeedFacts, kernels: str) -> SpeedKey:
+    """Return the key under which this model's speeds are stored. kernels: name of the host's."""
     return SpeedKey(
         machine=this_machine(),
         model=str(facts.folder.resolve()),
         config=sha256(repr(facts.config).encode()).hexdigest()[:16],
-        dtype=str(memory.dtype),
-        formats=str(memory.formats),
+        dtype=str(facts.memory.dtype),
+        formats=str(facts.memory.formats),
         kernels=kernels,
-        kv_cache=str(options.asked.kv_cache),
+        kv_cache=str(facts.kv_cache),
     )
-
-
-def kernel_names(opened: OpenModel) -> Sequence[str]:
-    """Return the names of the host's kernels for this model, best first; compiles nothing."""
-    return possible_names(opened.options.asked.kernels, opened.memory.dtype)
 
 
 def _at(curve: Curve, number: float) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 from lowtide.core import Costs, IntArray
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Request
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import SpeedFacts
 from lowtide.engine.planning.prediction import known_speeds, predictor_of, speed_key
 from lowtide.engine.running.decoding import decoding_kind, run_pass
 from lowtide.engine.running.engine import Engine
@@ -56,12 +56,12 @@ Ask = Callable[[int], Sequence[Request]]
 _log = logging.getLogger(__name__)
 
 
-def with_prediction(engine: Engine, opened: OpenModel, ask: Ask) -> Engine:
+def with_prediction(engine: Engine, facts: SpeedFacts, ask: Ask) -> Engine:
     """Return a loaded engine whose plan predicts its speed, measuring once if needed.
 
     On the host, its own run will be stored. Closes the engine if interrupted.
     """
-    known, key = known_speeds(opened), speed_key(opened, engine.kernels.name)
+    known, key = known_speeds(facts), speed_key(facts, engine.kernels.name)
     try:
         found = measured_speeds(engine, known, ask)
     except BaseException:
@@ -69,7 +69,7 @@ def with_prediction(engine: Engine, opened: OpenModel, ask: Ask) -> Engine:
         raise
     if found != known:
         keep_speeds(key, lambda kept: replace(found, runs=kept.runs))
-    predictor = predictor_of(opened, engine.plan, found)
+    predictor = predictor_of(facts, engine.plan, found)
     if predictor is None:
         return engine
     plan = replace(engine.plan, prediction=predictor.prediction())

@@ -67,8 +67,9 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
     a folder without weights.
     """
     facts, memory, options = opened
-    asked, context, planner = options.asked, memory.context, planner or Planner.of(opened)
-    config, device, shape = facts.config, _dense_device(plan), facts.config.moe_shape
+    asked, context, config = options.asked, memory.context, facts.config
+    planner = planner or Planner.of(config, memory, asked)
+    device, shape = _dense_device(plan), config.moe_shape
     spare_forked_threads()
     checkpoint = _found(facts.checkpoint, facts.folder)
     _check_machine(plan, asked.host_memory)
