@@ -181,6 +181,40 @@ def option(group: Group, help: str, default: object = None, **declared: Any) -> 
     return field(default=default, metadata=metadata)
 
 
+_KINDS_OF_DEFAULTS: Mapping[type, Kind] = {
+    bool: Kind.BOOLEAN,
+    int: Kind.INTEGER,
+    float: Kind.NUMBER,
+    str: Kind.TEXT,
+}
+
+
+def command_option(
+    group: Group,
+    name: str,
+    help: str,
+    default: object = None,
+    *,
+    kind: Kind | None = None,
+    is_common: bool = True,
+    **declared: Any,
+) -> Option:
+    """Declare an option of the command line alone.
+
+    kind: by default that of `default`, or a path without one. declared: further fields of `Option`.
+    """
+    return Option(
+        name=name,
+        keyword=name,
+        kind=kind or _KINDS_OF_DEFAULTS.get(type(default), Kind.PATH),
+        group=group,
+        help=help,
+        default=default,
+        is_common=is_common,
+        **declared,
+    )
+
+
 @functools.cache
 def options_of(params: Any) -> tuple[Option, ...]:
     """List the options that a dataclass declares, in order."""

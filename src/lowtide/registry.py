@@ -23,6 +23,9 @@ POLICIES = "lowtide.policies"
 DEVICES = "lowtide.devices"
 VERBS = "lowtide.verbs"
 
+WORKBENCH_OPTIONS = "lowtide.lab.options"
+"""Module of the options of the workbench's verbs, which the environment and files may set."""
+
 _WORKBENCH: Mapping[str, Mapping[str, str]] = {
     DEVICES: {"emulated": "lowtide.lab.emulated.kind:EMULATED"},
     POLICIES: {

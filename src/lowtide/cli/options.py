@@ -1,9 +1,9 @@
 """Every option of the command line, and the source of its value.
 
 Options of a model, an answer and a server are declared where Python takes them (`EngineConfig`,
-`SamplingParams`, `DiffusionParams`, `ServeSettings`), all others here. Each is a flag, an
-environment variable and a key of a TOML file; flags override the environment, which overrides the
-file, which overrides defaults.
+`SamplingParams`, `DiffusionParams`, `ServeSettings`), those of the workbench's verbs beside these,
+all others here. Each is a flag, an environment variable and a key of a TOML file; flags override
+the environment, which overrides the file, which overrides defaults.
 
 Imports no torch, so that a wrong value is refused at once.
 
@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,56 +27,21 @@ from lowtide.engine.opening.device_choice import check_device
 from lowtide.errors import UsageError
 from lowtide.files.json_file import meant, printable
 from lowtide.files.regular_file import read_from
-from lowtide.option import ENV_PREFIX, Group, Kind, Option, options_of
+from lowtide.option import ENV_PREFIX, Group, Kind, Option, command_option, options_of
 from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.registry import WORKBENCH_OPTIONS
 from lowtide.serve.settings import ServeSettings
 
 MAX_FILE_BYTES = 2**20
 
 
-_KINDS: Mapping[type, Kind] = {
-    bool: Kind.BOOLEAN,
-    int: Kind.INTEGER,
-    float: Kind.NUMBER,
-    str: Kind.TEXT,
-}
-
-
-def _own(
-    group: Group,
-    name: str,
-    help: str,
-    default: object = None,
-    *,
-    kind: Kind | None = None,
-    is_common: bool = True,
-    **declared: Any,
-) -> Option:
-    """Declare an option of the command line alone.
-
-    kind: by default that of `default`, or a path without one. declared: further fields of `Option`.
-    """
-    return Option(
-        name=name,
-        keyword=name,
-        kind=kind or _KINDS.get(type(default), Kind.PATH),
-        group=group,
-        help=help,
-        default=default,
-        is_common=is_common,
-        **declared,
-    )
-
-
-_prompt = partial(_own, Group.PROMPT)
-_synth = partial(_own, Group.SYNTH)
-_record = partial(_own, Group.RECORD, is_common=False)
-_calibration = partial(_own, Group.CALIBRATION)
-_simulation = partial(_own, Group.SIMULATION)
-_quality = partial(_own, Group.QUALITY)
-_doctor = partial(_own, Group.DOCTOR)
-_batch = partial(_own, Group.BATCH)
-_output = partial(_own, Group.OUTPUT)
+_prompt = partial(command_option, Group.PROMPT)
+_synth = partial(command_option, Group.SYNTH)
+_record = partial(command_option, Group.RECORD, is_common=False)
+_calibration = partial(command_option, Group.CALIBRATION)
+_doctor = partial(command_option, Group.DOCTOR)
+_batch = partial(command_option, Group.BATCH)
+_output = partial(command_option, Group.OUTPUT)
 
 
 def _shared(params: Any) -> tuple[Option, ...]:
@@ -83,9 +49,11 @@ def _shared(params: Any) -> tuple[Option, ...]:
     return tuple(option for option in options_of(params) if option.group is not Group.PYTHON)
 
 
-_policy = partial(_own, Group.POLICY, is_common=False)
+_policy = partial(command_option, Group.POLICY, is_common=False)
 
 ENGINE_OPTIONS = _shared(EngineConfig)
+
+WORKBENCH: tuple[Option, ...] = import_module(WORKBENCH_OPTIONS).OPTIONS
 
 OPTIONS: tuple[Option, ...] = (
     *ENGINE_OPTIONS,
@@ -113,47 +81,8 @@ OPTIONS: tuple[Option, ...] = (
     _synth("out", "Output: a new folder (synth, pack) or a file (calibrate)."),
     _record("trace", "Record expert routing in this file, for simulate."),
     _record("quiet", "Print the answer alone: no plan, no speed.", False, short="-q"),
-    _calibration("text", "Text file typical of the model's use."),
-    _calibration("pieces", "How many parts of the text to run.", 16),
     _calibration("plot", "Draw a picture into this file (calibrate: pictures into this folder)."),
-    _calibration(
-        "inputs",
-        "Also record experts' inputs, for pack and --format with --calibration.",
-        False,
-    ),
-    _calibration(
-        "buddies", "Also record which expert can stand in for which, for buddymoe.", False
-    ),
-    _simulation(
-        "machine",
-        "Hardware profile: rtx3090, a100-40gb, laptop-8gb, ... or a TOML file.",
-        "rtx3090",
-    ),
-    _simulation("residents", "Share of a layer's experts that fits into memory.", 0.5, high=1),
-    _simulation("tau", "Steps after which policy tide chooses residents again.", 4, low=1),
-    _own(Group.BENCH, "repeats", "Number of answers timed for each policy or setting.", 3),
-    _own(
-        Group.BENCH, "profile", "Write this machine as a hardware profile, for simulate --machine."
-    ),
-    _quality(
-        "setting",
-        "Options to compare, as 'format=q4' or 'policy=lru residents=0.5'. A name given "
-        "twice makes a row for each of its values.",
-        kind=Kind.TEXTS,
-    ),
-    _quality("tokens", "Number of tokens of the text to score.", 2048),
-    _quality("window", "Length of a scored window in tokens, at most.", 256),
-    _quality(
-        "mask_ratios",
-        "Shares of a diffusion model's tokens to hide, separated by commas.",
-        "0.15,0.5,0.9",
-    ),
-    _quality(
-        "save_curve",
-        "Measure the loss from replaced experts, for max_kl of buddymoe; kept with the buddies.",
-        False,
-    ),
-    _quality("choices", "File of multiple-choice questions, a JSON object a line."),
+    *WORKBENCH,
     _doctor("fresh", "Repeat measurements made before.", False),
     *options_of(ServeSettings),
     _batch(
