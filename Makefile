@@ -136,7 +136,7 @@ $(VENV)/.torch:
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) uv
 	$(BIN)/python -c 'import torch' 2>/dev/null \
-		|| $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend auto -c constraints.txt torch \
+		|| $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend auto -c constraints.txt torch 2>/dev/null \
 		|| echo 'uv cannot fetch PyTorch for this machine; pip installs the build that it finds.'
 	touch $@
 

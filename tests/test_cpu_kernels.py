@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -29,6 +30,8 @@ from whole import wait_until
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.running.wiring import load
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.experts.rows import Routing
 from lowtide.kernels import choice
@@ -39,7 +42,7 @@ from lowtide.kernels.cpu.compiler import _telling_line
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
 from lowtide.kernels.cpu.library import load_kernels, load_library
 from lowtide.kernels.cpu.packed import PackedOperators
-from lowtide.kernels.cpu.sources import Part
+from lowtide.kernels.cpu.sources import CORE, PACKING, Part
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
 from lowtide.kernels.reference import REFERENCE, clamped_swiglu
 from lowtide.memory.workspace import Workspace
@@ -612,6 +615,22 @@ def test_what_is_old_goes_as_a_library_is_compiled(
     left = {path.name for path in kept(cache, "*") if not path.name.startswith("other-")}
     own = {path.name for path in kept(cache, "answer-*")}
     assert left - own == {"build-1", "a-1.lock", "cpu-1.so", "a-1.o"} and used.exists()
+
+
+def test_what_rounds_weights_is_built_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So there is one compilation, and one notice of it."""
+    load_parts, asked = choice.load_parts, []
+
+    def noted(names: Sequence[str], *report: Any) -> None:
+        asked.append(names)
+        load_parts(names, *report)
+
+    monkeypatch.setattr(choice, "load_parts", noted)
+    monkeypatch.setattr(choice, "load_part", lambda name: asked.append([name]))
+    choice._compiled_pack.cache_clear()
+    opened = open_model("demo:autoregressive", EngineConfig(context=64, format="q8"))
+    load(opened, make_plan(opened)).close()
+    assert CORE in asked[0] and PACKING in asked[0]
 
 
 def test_who_waits_for_a_compiler_is_told_so_once(

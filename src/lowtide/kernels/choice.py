@@ -36,12 +36,13 @@ def choose_kernels(
     rounded: frozenset[str] = frozenset(),
     formats: Iterable[MatrixFormat] = (),
     report: Progress = no_progress,
+    packs: bool = False,
 ) -> Kernels:
     """Choose the kernels for computation in `dtype` on `device`; option: `auto` or `reference`.
 
     rounded: names of the formats whose products round rows to int8. formats: those of the weights;
     their parts of the compiled kernels are loaded, or built, now (progress goes to `report`). Parts
-    of other formats are loaded at first use.
+    of other formats are loaded at first use. packs: with them what rounds weights as they are read.
 
     On a CPU where nothing can be compiled, `auto` is the reference too, with one warning in the
     log. On a GPU the option concerns only the experts, and their device chooses.
@@ -49,7 +50,8 @@ def choose_kernels(
     if device.type == "cuda":
         return REFERENCE if why_no_triton(device) else _triton()
     is_compiled = option != "reference" and dtype == torch.bfloat16
-    if is_compiled and _are_loaded((CORE, *parts_of(formats, rounded)), report):
+    parts = (CORE, *[PACKING] * packs, *parts_of(formats, rounded))
+    if is_compiled and _are_loaded(parts, report):
         return _compiled(rounded)
     return Kernels(rounded) if rounded else REFERENCE
 

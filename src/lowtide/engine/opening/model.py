@@ -64,7 +64,13 @@ class OpenModel(NamedTuple):
         memory, asked = self.memory, self.options.asked
         formats = memory.kept_formats if device == HOST else []
         return choose_kernels(
-            asked.kernels, memory.dtype, device, memory.rounded, formats, asked.report
+            asked.kernels,
+            memory.dtype,
+            device,
+            memory.rounded,
+            formats,
+            asked.report,
+            packs=memory.is_rounded_as_read and device == HOST,
         )
 
 

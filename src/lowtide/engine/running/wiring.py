@@ -79,6 +79,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         files = None
         if options.keys_folder is not None:
             files = open_files(options.keys_folder, asked.cache_disk, undo)
+        kernels = opened.kernels()  # first, with what rounds weights: one compilation at most
         # What makes weights into formats that they are not stored in.
         rounds = choose_pack(asked.kernels) if memory.is_rounded_as_read else pack
         reader = FileReader(checkpoint.files, memory.largest_read_bytes, rounds)
@@ -97,7 +98,6 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         )
         weights = _load_dense(memory.dense, device, reader, asked.report)
         kv_cache = _kv_cache(context, memory.dtype, device, asked.elastic, shared)
-        kernels = opened.kernels()
         # Beside a device the host's threads are its experts'.
         threads = executor if plan.gpu is None else InlineExecutor()
         compute = Compute(threads, opened.kernels(device), workspace, device)
