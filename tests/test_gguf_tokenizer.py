@@ -321,6 +321,17 @@ PUBLISHED = {
         + _cased(_SHORT + "?", _UP.replace("Lo", "Lo-Han"), _LOW.replace("Lo", "Lo-Han"))
         + rf"|[\p{{N}}]{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LAST}"
     ],
+    "bailingmoe": [
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+[\p{L}]+|[\p{N}]"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "deepseek-coder": [
+        r"[\r\n]",
+        r"\s?[\p{L}]+",
+        r"\s?[\p{P}]+",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"[\p{N}]",
+    ],
     "deepseek-v3": [
         r"[\p{N}]{1,3}",
         _KANA,
@@ -355,6 +366,12 @@ def _cut(patterns: list[str], text: str) -> list[str]:
             pieces.append(word[end:])
         words = [piece for piece in pieces if piece]
     return words
+
+
+def test_every_rule_is_compared_with_a_published_one() -> None:
+    compared = {WORD_RULES[name].patterns for name in (*PUBLISHED, *GGUF_PRE_TOKENIZER_SPLITS)}
+    left = {name for name in SYNONYMS if WORD_RULES[name].patterns not in compared}
+    assert left == {"deepseek-llm"}  # its letters are listed one by one
 
 
 @examples(60)

@@ -71,7 +71,7 @@ class InlineReader:
 
     def take(self, item: Item) -> None:
         """Take the next text or mark."""
-        if self._name is not None and not self._is_name(item):
+        if self._name is not None and not self._is_behind_name(item):
             return
         if self._aside is not None:
             self._take_aside(self._aside, item)
@@ -121,8 +121,8 @@ class InlineReader:
         elif not (self._out.follows_call and mark in self._form.ends.values()):
             self._out.write(mark)
 
-    def _is_name(self, item: Item) -> bool:
-        """Take the thoughts' name; return False while the item may belong to it."""
+    def _is_behind_name(self, item: Item) -> bool:
+        """Return True for an item behind the thoughts' name; takes what may belong to that."""
         if not isinstance(item, str):
             self._end_name()
             return True
