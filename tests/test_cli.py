@@ -28,9 +28,9 @@ from lowtide.cli.answer import ask_showing, make_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
 from lowtide.cli.conversation import ChatIO, TerminalChat
-from lowtide.cli.format_table import format_object
 from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.options import resolve
+from lowtide.cli.plan import format_object
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
 from lowtide.cli.screen import FILE_WIDTH, printable, stderr_console, stdout_console

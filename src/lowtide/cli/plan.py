@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Group as Lines
+from rich.text import Text
+
 from lowtide.cli.command import takes
-from lowtide.cli.format_table import format_object, formats_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import Planned, make_plan
 from lowtide.cli.options import Settings
-from lowtide.cli.outlook import context_note, outlook, verdict
+from lowtide.cli.outlook import context_note, outlook, per_second, verdict
 from lowtide.cli.passes import passes_object, passes_table
 from lowtide.cli.report import json_line, plan_object, plan_table
-from lowtide.cli.screen import stdout_console
+from lowtide.cli.screen import number_table, stdout_console
+from lowtide.config import format_size
 from lowtide.errors import UnsupportedError
 from lowtide.option import Group
-from lowtide.plan import faster_format
+from lowtide.plan import FormatPlan, MemoryPlan, faster_format
 
 if TYPE_CHECKING:
     from lowtide.engine.planning.passes import PlannedPasses
@@ -27,6 +32,11 @@ PROMPTS = {
     True: "prompts of generate and chat go through the model's chat template (--raw: as they are)",
     False: "no chat template: prompts are continued as they are",
 }
+
+_FORMATS_NOTE = (
+    "--format q8 and q4 round weights and can change answers: lowtide quality measures by how "
+    "much, lowtide pack rounds safetensors once and saves the result"
+)
 
 
 @takes(
@@ -85,3 +95,41 @@ def _draw(passes: PlannedPasses | None, model: str, path: Path) -> None:
     from lowtide.cli.passes_picture import draw
 
     draw(passes, model, path)
+
+
+def formats_table(rows: Sequence[FormatPlan], plan: MemoryPlan) -> Lines:
+    """Make a table of formats: their bytes, share of resident experts (if any) and speed."""
+    columns: dict[str, Callable[[FormatPlan], str]] = {
+        "format": lambda row: row.format,
+        "weights": lambda row: format_size(row.weight_bytes),
+        "experts resident" if plan.num_experts else "fits": _share if plan.num_experts else _fits,
+        "expected tokens/s": _speed,
+    }
+    table = number_table("by format", list(columns), left=["format"])
+    for row in rows:
+        table.add_row(*[cell(row) for cell in columns.values()])
+    return Lines(table, Text(_FORMATS_NOTE)) if len(rows) > 1 else Lines(table)
+
+
+def format_object(row: FormatPlan) -> dict[str, object]:
+    """Return a format's row for `--json`."""
+    told = asdict(row)
+    del told["speed"], told["at_most"]
+    speeds = {"tokens_per_s": row.speed and row.speed._asdict()}
+    return told | speeds | {"at_most_tokens_per_s": row.at_most}
+
+
+def _fits(row: FormatPlan) -> str:
+    return "no" if row.resident_share is None else "yes"
+
+
+def _share(row: FormatPlan) -> str:
+    return "does not fit" if row.resident_share is None else f"{row.resident_share:.0%}"
+
+
+def _speed(row: FormatPlan) -> str:
+    if row.resident_share is None:
+        return "-"
+    if row.speed is not None:
+        return per_second(row.speed.likely)
+    return "unknown" if row.at_most is None else f"at most {per_second(row.at_most)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 
 _PART = re.compile(
     r'(?P<string>"(?:\\.|[^"\\\n])*"i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)'
@@ -51,18 +52,11 @@ def _is_recursive(rules: str) -> bool:
         name: set(re.findall(r"\w+", body))
         for name, body in zip(parts[1::2], parts[2::2], strict=True)
     }
-    users: dict[str, list[str]] = {name: [] for name in uses}
-    num_left = {name: len(used & uses.keys()) for name, used in uses.items()}
-    for name, used in uses.items():
-        for each in used & uses.keys():
-            users[each].append(name)
-    done = [name for name, num in num_left.items() if not num]
-    for name in done:
-        for user in users[name]:
-            num_left[user] -= 1
-            if not num_left[user]:
-                done.append(user)
-    return len(done) < len(uses)
+    try:
+        TopologicalSorter(uses).prepare()
+    except CycleError:
+        return True
+    return False
 
 
 def _renamed(rule: str) -> str:
