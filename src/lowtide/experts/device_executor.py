@@ -145,13 +145,15 @@ class DeviceExpertExecutor:
         resident, fetched, hosted = map(self._in_tile, plan.decision.assignment[:3])
         fetch, on_host = fetched.tolist(), hosted.tolist()
         host_tile = self._host_tile(plan, on_host)
+        # The host's threads begin with experts that are in its memory already.
         host.submit(host_tile, [expert for expert in on_host if expert in host.reads.slots])
         arrivals = [(expert, self._arrivals[expert]) for expert in fetch]
         under_way = [(expert, arrival) for expert, arrival in arrivals if arrival is not None]
         to_fetch = [expert for expert, arrival in arrivals if arrival is None]
         here = [expert for expert in to_fetch if expert in host.reads.slots]
         self._begin_waves(len(fetch))
-        # While policies decide. Before the residents: one copy takes as long as many of them.
+        # Copies begin before the residents run, since one copy takes as long as many of them, and
+        # before the policies decide the moves.
         num_first = self.device.wave_size if self._moves is None else 0
         begun = [(expert, self._begin_copy(expert)) for expert in here[:num_first]]
         self._run_residents(resident)
@@ -160,6 +162,7 @@ class DeviceExpertExecutor:
             self._add_to_wave(expert, arrival)
         for expert in here[num_first:]:
             self._fetch(expert)
+        # The rest comes from disk, for the host or to be copied on.
         for expert in host.reads.arriving([*on_host, *to_fetch], host.is_busy):
             if expert in on_host:
                 self._link.offer(self._work.layer, expert, host.reads.slots[expert])

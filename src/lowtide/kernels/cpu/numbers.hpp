@@ -1,4 +1,4 @@
-// bfloat16 and float32 numbers, and which instructions a function may use.
+// bfloat16 and float32 numbers, and the instructions that a function may use.
 
 #pragma once
 
@@ -7,11 +7,12 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-// Includes all of AVX2's: what that may use is not inlined here otherwise, at three times the cost.
+// Includes all of AVX2's instructions; otherwise functions that use those would not be inlined
+// here, at three times the cost.
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx2,fma")))
 #define AVX2 __attribute__((target("avx2,fma")))
 
-// Dot products of bfloat16 numbers, where the compiler knows them, too.
+// bfloat16 dot products, if the compiler supports them.
 #if (defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11)
 #define HAS_DOT_PRODUCTS
 #define AVX512_BF16 __attribute__((target("avx512bf16,avx512f,avx512bw,avx2,fma")))
@@ -19,15 +20,15 @@
 #endif
 #endif
 
-// Inlined always: the instructions of the function around it apply, also to loops in it that the
-// compiler makes vectors of.
+// Always inlined: it uses the instructions of the surrounding function, also for loops that the
+// compiler vectorises.
 #define INLINED_LAMBDA __attribute__((always_inline))
 #define INLINED inline INLINED_LAMBDA
 
-// A loop over an array that is to lie in registers.
+// A loop over an array that should stay in registers.
 #define UNROLLED _Pragma("GCC unroll 16")
 
-// Compiled once for all that call it.
+// Compiled once for all callers.
 #define NOT_INLINED __attribute__((noinline))
 
 extern "C" int lowtide_best_variant();  // of processor.cpp
@@ -36,7 +37,7 @@ namespace lowtide {
 
 using bf16 = std::uint16_t;
 
-// The first three compute in float32 and give the same bits; the others' bits are their own.
+// The first three compute in float32 and give the same bits; each of the others has its own bits.
 enum Variant { PORTABLE, WITH_AVX2, WITH_AVX512, WITH_AVX512_BF16, WITH_AMX };
 
 INLINED float widen(bf16 value) {
@@ -54,9 +55,9 @@ INLINED bf16 round_bf16(float value) {
     return value != value ? 0x7fc0 : rounded;
 }
 
-// e^x, to the last bit or two, without a call or a branch: loops over it become vectors.
-// x = n ln 2 + r; 2^n by the exponent's bits, e^r by a polynomial (Cephes, expf). Beyond what
-// float32 holds it stays at the border.
+// e^x, to the last bit or two, without a call or a branch, so that loops over it vectorise. x = n
+// ln 2 + r; 2^n by the exponent's bits, e^r by a polynomial (Cephes, expf). Values outside
+// float32's range are clamped.
 INLINED float exponential(float x) {
     constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to integers
     x = x < -87.3f ? -87.3f : x > 88.0f ? 88.0f : x;
@@ -78,7 +79,7 @@ INLINED float exponential(float x) {
     return y * power;
 }
 
-// As the reference does between two operators: a result is rounded before it is used again.
+// Rounds a result before it is used again, as the reference does between two operators.
 INLINED float rounded(float value) { return widen(round_bf16(value)); }
 
 #if defined(__x86_64__)
@@ -90,7 +91,7 @@ AVX2 void with_avx2(const Body& body) { body(); }
 #endif
 
 // Runs `body`, an INLINED function object, with the variant's vectors. Nothing is fused (see
-// library.py), so its bits are the same in all.
+// library.py), so all variants give the same bits.
 template <class Body>
 void vectorised(int variant, const Body& body) {
 #if defined(__x86_64__)
@@ -100,7 +101,7 @@ void vectorised(int variant, const Body& body) {
     body();
 }
 
-// The variant of loops beside products: products of rows in int8 have others.
+// The variant for loops other than products; products of int8 rows have their own variants.
 inline int vectors_of(int variant) {
     static const int best = lowtide_best_variant();
     return variant < best ? variant : best;
@@ -111,7 +112,7 @@ inline void silu_times(int variant, bf16* gate, const bf16* up, long length) {
     vectorised(variant, [=]() INLINED_LAMBDA {
         for (long i = 0; i < length; ++i) {
             const float value = widen(gate[i]);
-            // Beyond the border of `exponential` the quotient is 0, as in the limit.
+            // Beyond `exponential`'s range the quotient is 0, as in the limit.
             const float e = value < -88.0f ? INFINITY : exponential(-value);
             const float silu = rounded(value / (1.0f + e));
             gate[i] = round_bf16(silu * widen(up[i]));
@@ -126,8 +127,8 @@ inline void add_bias(int variant, bf16* x, const bf16* bias, long length) {
     });
 }
 
-// `clamped_swiglu` of kernels/reference.py, of what the biases are added to before; rounded after
-// each operator, with torch's bits.
+// `clamped_swiglu` of kernels/reference.py, after adding the biases; rounded after each operator,
+// with torch's bits.
 inline void clamped_swiglu(
     int variant, bf16* gate, const bf16* up, const bf16* gate_bias, const bf16* up_bias, long length
 ) {
@@ -137,7 +138,7 @@ inline void clamped_swiglu(
             float value = rounded(widen(gate[i]) + widen(gate_bias[i]));
             float other = rounded(widen(up[i]) + widen(up_bias[i]));
             value = rounded((value > LIMIT ? LIMIT : value) * SLOPE);
-            // Beyond the border of `exponential` only -88.5 has a quotient that is not 0.
+            // Beyond `exponential`'s range only -88.5 has a quotient other than 0.
             float e = exponential(-value);
             if (value < -88.0f) e = value == -88.5f ? AT_THE_BORDER : INFINITY;
             const float silu = rounded(value / (1.0f + e));

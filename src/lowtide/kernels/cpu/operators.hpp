@@ -1,5 +1,5 @@
-// The operators that Python calls one by one, for those that call several of them at once: a row's
-// bits are the same either way. What each does is said where it is defined.
+// Operators that Python calls one by one, declared for code that calls several at once; a row's
+// bits are the same either way. Their definitions say what each does.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace lowtide {
 
-// How experts are chosen by their logits, and weighed. As Python hands it over.
+// How experts are chosen by their logits, and weighted. Shared with Python.
 struct Choice {
     long num_experts, num_chosen, num_groups, num_groups_kept, num_group_best;
     int is_sigmoid, normalise, rounds_weights;
@@ -21,7 +21,7 @@ extern "C" {
 
 using lowtide::bf16;
 
-// For weights in bfloat16, which have no types.
+// For bfloat16 weights, which have no types.
 lowtide::MultiplyFunction lowtide_plain_multiply;
 lowtide::MlpsFunction lowtide_plain_mlps;
 lowtide::ExpertsFunction lowtide_plain_experts;

@@ -1,5 +1,4 @@
-// What operators over weights are called as, whatever these are stored in: every kind has the
-// three. Code that has their addresses need not know the kinds.
+// Names and types of operators over weights, the same for every kind of weights.
 
 #pragma once
 

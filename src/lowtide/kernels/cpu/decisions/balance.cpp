@@ -1,6 +1,6 @@
-// Who computes each expert of a layer, the device or the host, in one call.
-// The plain twin is `Balance` in policies/assignment.py: sums are taken in the same order, in double
-// precision, so that both decide the same.
+// Assignment of a layer's experts to device and host, in one call. The plain twin is `Balance` in
+// policies/assignment.py: sums are added in the same order, in double precision, so that both
+// decide identically.
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Places among the experts that are asked for.
+// Indices among the activated experts.
 using Places = std::vector<long>;
 
 // Seconds until each side has ended.
@@ -26,7 +26,7 @@ struct Asked {
     double due_s(long place) const { return arriving_s ? arriving_s[place] : INFINITY; }
 };
 
-// The soonest due, then those with most tokens; a stable order leaves equals by id.
+// The soonest due, then those with most tokens; a stable sort keeps equals by id.
 void queue_up(Places& absent, const Asked& asked) {
     std::stable_sort(absent.begin(), absent.end(), [&](long a, long b) {
         const double due_a = asked.due_s(a), due_b = asked.due_s(b);
@@ -34,8 +34,8 @@ void queue_up(Places& absent, const Asked& asked) {
     });
 }
 
-// How many absent experts go to the device, from the front of the queue; the host, from its back,
-// never comes to one that the device is done with by then.
+// Returns how many absent experts, from the front of the queue, go to the device. The host works
+// from the back and never reaches an expert that the device finishes by then.
 long share(const Places& absent, const Asked& asked, double link_end_s, double fetch_s, Ends& ends) {
     std::vector<double> rest_s(absent.size());
     double sum_s = 0.0;
@@ -57,8 +57,8 @@ long share(const Places& absent, const Asked& asked, double link_end_s, double f
     return static_cast<long>(absent.size());
 }
 
-// Residents that cost the host least for what they spare the device go over to it, while the layer
-// ends sooner by it. A ratio that is none comes last, as numpy sorts.
+// Moves residents to the host while the layer ends sooner by it, cheapest first for what they save
+// the device. A NaN ratio comes last, as in numpy's sort.
 void relieve(Places residents, const Asked& asked, Ends ends, std::vector<std::uint8_t>& on_device) {
     std::vector<double> ratio(on_device.size());
     for (long place : residents) ratio[place] = asked.host_s[place] / asked.device_s[place];
@@ -77,8 +77,8 @@ void relieve(Places residents, const Asked& asked, Ends ends, std::vector<std::u
 
 extern "C" {
 
-// experts [num], ascending. out [num]: residents that the device runs, those it runs once fetched,
-// then the host's, each in order of ids; ends [2]: where the first and the second of them end.
+// experts [num], ascending. out [num]: residents that the device runs, then its fetched experts,
+// then the host's, each by id. ends [2]: where the first and the second of these end.
 void lowtide_balance(
     const std::int64_t* experts, const std::int64_t* num_tokens, const std::uint8_t* is_resident,
     const double* device_s, const double* host_s, const double* arriving_s, long num,

@@ -1,7 +1,7 @@
-// Substitution of one layer: BuddyMoE's gates, its Algorithm 1 and the bound on mass, or the late
-// experts given up, in one call; and what a substitution did to each request.
-// The plain twin is policies/plain_buddies.py: sums are taken in the same order, in double
-// precision, so that both decide the same.
+// Substitution in one layer, in one call: BuddyMoE's gates, its Algorithm 1 and the bound on mass,
+// or the replacement of late experts; and the receipt of each request. The plain twin is
+// policies/plain_buddies.py: sums are added in the same order, in double precision, so that both
+// decide identically.
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@ using Pairs = std::vector<long>;
 constexpr double SLACK = 1e-12;  // of gates: see policies/plain_buddies.py
 constexpr long NUM_QUEUES = 3, HOST_QUEUE = 3;
 
-// Pointers that may be null are what facts may lack.
+// Pointers may be null if the facts lack these arrays.
 struct Layer {
     const Rules& rules;
     const std::int64_t* experts;  // [num_tokens, k], ascending for each token
@@ -37,7 +37,7 @@ struct Layer {
     long num_pairs() const { return num_tokens * k; }
 };
 
-// Who is asked for and neither here nor on the way, and of how many that are asked for.
+// Demanded experts that are neither here nor arriving, and the number of demanded ones.
 struct Absent {
     std::vector<std::uint8_t> is_it;
     long num = 0, num_asked = 0;
@@ -63,7 +63,7 @@ std::vector<double> router_mass(const Layer& layer) {
     return mass;
 }
 
-// The least mass first; ids ascend, so a stable order leaves ties by id.
+// By rising mass; ids ascend, so a stable sort keeps ties by id.
 void by_mass(Pairs& experts, const std::vector<double>& mass) {
     std::stable_sort(experts.begin(), experts.end(), [&](long a, long b) {
         return mass[a] < mass[b];
@@ -111,7 +111,7 @@ std::vector<std::uint8_t> open_tokens(const Layer& layer, const Absent& absent) 
     return is_open;
 }
 
-// A token's places by descending weight; ids ascend, so a stable order leaves ties by id.
+// Sorts a token's places by falling weight; ids ascend, so a stable sort keeps ties by id.
 void rank(const float* weights, Pairs& places) {
     for (long place = 0; place < static_cast<long>(places.size()); ++place) {
         long at = place;  // by insertion: stable, and takes no memory
@@ -121,7 +121,7 @@ void rank(const float* weights, Pairs& places) {
     }
 }
 
-// Algorithm 1. out [num_tokens, k]: who runs.
+// Algorithm 1. out [num_tokens, k]: the experts that run.
 void find_buddies(
     const Layer& layer, const Absent& absent, const std::vector<std::uint8_t>& is_open,
     std::int64_t* out
@@ -154,7 +154,7 @@ void find_buddies(
     }
 }
 
-// Takes back what a request has no mass left for: in order of tokens, of one token by rank.
+// Undoes replacements for which a request has no mass left: by token, within a token by rank.
 void keep_within(const Layer& layer, std::int64_t* out) {
     if (!layer.left) return;
     std::vector<double> moved(layer.account.num_owners, 0.0);
@@ -176,7 +176,7 @@ void keep_within(const Layer& layer, std::int64_t* out) {
     }
 }
 
-// Puts each token's ids in order, and their weights with them; how many pairs were replaced.
+// Sorts each token's ids, and their weights with them; returns the number of replaced pairs.
 long in_order(const Layer& layer, std::int64_t* out, float* out_weights) {
     long num_moved = 0;
     for (long first = 0; first < layer.num_pairs(); first += layer.k) {
@@ -196,7 +196,7 @@ long in_order(const Layer& layer, std::int64_t* out, float* out_weights) {
     return num_moved;
 }
 
-// Late experts of one queue, those of least router mass first, and how many are too many.
+// Late experts of one queue, by rising router mass, and the number that is too many.
 struct Queue {
     Pairs experts;
     long num_late = 0;
@@ -214,7 +214,7 @@ std::vector<Queue> late_queues(const Layer& layer, const Absent& absent, const Q
         by_mass(queue.experts, mass);
         double end_s = 0.0;
         for (std::size_t n = 1; n <= queue.experts.size(); ++n) {
-            // The expert with most mass is computed first, as far as there is time.
+            // The host computes the expert with most mass first, as long as there is time.
             if (number == HOST_QUEUE) end_s += queues.host_s[queue.experts.end()[-n]];
             else end_s = queues.starts_s[number - 1] + n * queues.each_s[number - 1];
             queue.num_late += end_s > queues.deadline_s;
@@ -223,7 +223,7 @@ std::vector<Queue> late_queues(const Layer& layer, const Absent& absent, const Q
     return found;
 }
 
-// What may still be spent on a layer's tokens, and who stands in where so far.
+// The mass left for a layer's tokens, and the replacements so far.
 class Spending {
   public:
     Spending(const Layer& layer, const std::vector<std::uint8_t>& is_open, std::int64_t* out)
@@ -247,7 +247,7 @@ class Spending {
             }
     }
 
-    // All tokens of an expert get a buddy, or none does; which of the two.
+    // Replaces an expert for all of its tokens; returns false, changing nothing, if that fails.
     bool give_up(long expert) {
         const Asked* first = asked_.data() + (expert ? ends_[expert - 1] : 0);
         const Asked* last = asked_.data() + ends_[expert];
@@ -296,7 +296,7 @@ class Spending {
     std::vector<double> left_, moved_;
 };
 
-// Algorithm 1, within what the mass allows.
+// Algorithm 1, within the mass that is left.
 long replace_absent(const Layer& layer, std::int64_t* out, float* out_weights) {
     const Absent absent(layer);
     if (!absent.num) return 0;
@@ -306,7 +306,7 @@ long replace_absent(const Layer& layer, std::int64_t* out, float* out_weights) {
     return in_order(layer, out, out_weights);
 }
 
-// The late experts, each by all its tokens or by none.
+// Replaces late experts, each for all of its tokens or none.
 long give_up_late(
     const Layer& layer, const Queues& queues, std::int64_t* out, float* out_weights
 ) {
@@ -331,9 +331,9 @@ long give_up_late(
 
 extern "C" {
 
-// out, out_weights [num_tokens, k]: what runs in place of absent experts, in place of all of them
-// where queues is null, else of those that come too late. The account bounds what is replaced and
-// counts it. Returns how many pairs were replaced, less than 0 where that cannot be run.
+// out, out_weights [num_tokens, k]: the substituted routing. Without `queues` all absent experts
+// are replaced, else those that come too late. The account limits and counts replacements. Returns
+// the number of replaced pairs, negative if the input is invalid.
 long lowtide_substitute(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,

@@ -1,4 +1,4 @@
-// What a substitution is told, and the parts of a decision that are calls of their own.
+// Inputs of a substitution, and the parts of a decision that are calls of their own.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 extern "C" {
 
-// What does not change from pass to pass: see `LayerRules` in buddies.py.
+// Constant over passes: `LayerRules` in buddies.py.
 struct Rules {
     const std::int32_t* lists;  // [num_experts, length]: buddies, best first, -1 behind the last
     std::int64_t num_experts, length, layer, rho;
@@ -14,14 +14,14 @@ struct Rules {
     double entropy, margin, beta;
 };
 
-// Where absent experts wait, and until when: see `Waits` in buddies.py.
+// Queues of absent experts and the deadline: `Waits` in buddies.py.
 struct Queues {
     const std::uint8_t* queue_of;  // [num_experts], or null where all wait in the first
     const double* host_s;          // [num_experts] of those in the third, or null
     double starts_s[2], each_s[2], deadline_s;
 };
 
-// What a pass's owners were given by the router, and what of that is not run.
+// Router mass of a pass's owners, and the part of it that was moved.
 struct Account {
     const std::int64_t* owner;  // [tokens]
     std::int64_t num_owners;
@@ -32,7 +32,7 @@ struct Account {
     std::uint8_t* is_affected;   // [tokens]
 };
 
-// In buddy_counts.cpp.
+// Defined in buddy_counts.cpp.
 long lowtide_route(
     const Account* account, const float* weights, long num_tokens, long k, double* left
 );

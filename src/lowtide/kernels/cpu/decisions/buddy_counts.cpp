@@ -1,5 +1,5 @@
-// What substitution did to the requests of a pass: the compiled twin of `PlainAccount`. Sums are
-// taken in the order of tokens and of their pairs, as numpy takes them.
+// Receipts of a pass: the compiled twin of `PlainAccount`. Sums are added by token and pair, as in
+// numpy.
 
 #include <algorithm>
 #include <cmath>
@@ -10,14 +10,14 @@
 
 namespace {
 
-// A token has few experts: going through all of them takes no branch.
+// A token has few experts, so a full scan avoids branches.
 bool is_among(const std::int64_t* experts, long k, std::int64_t expert) {
     bool found = false;
     for (long place = 0; place < k; ++place) found |= experts[place] == expert;
     return found;
 }
 
-// Whether ids are known and ascend for each token, and weights are finite.
+// Returns true if ids are known and ascend for each token, and weights are finite.
 bool is_runnable(
     const std::int64_t* run, const float* weights, long num_tokens, long k, long num_experts
 ) {
@@ -35,8 +35,8 @@ bool is_runnable(
 
 extern "C" {
 
-// Adds what a layer's router gave; left [num_owners]: what each may have moved of it, and before.
-// Answers whether anything bounds that.
+// Adds a layer's router weights. left [num_owners]: mass that each may still move. Returns whether
+// there is a limit.
 long lowtide_route(
     const Account* account, const float* weights, long num_tokens, long k, double* left
 ) {
@@ -50,8 +50,8 @@ long lowtide_route(
     return std::isfinite(account->share);
 }
 
-// Adds what was asked of a layer [num_tokens, k] and is not run. Answers 0, and adds nothing, where
-// what is run cannot be.
+// Counts replaced pairs of a layer [num_tokens, k]. Returns 0, counting nothing, if the
+// substituted routing is invalid.
 long lowtide_count_moved(
     const Account* account, long layer, const std::int64_t* asked, const float* asked_weights,
     const std::int64_t* run, const float* run_weights, long num_tokens, long k, long num_experts

@@ -1,11 +1,13 @@
-// Weights that are read once, asked for before they are wanted.
+// Prefetch of weights that are read once.
 //
-// One stream after another is not the fastest way through memory: the processor fetches ahead by
-// itself, but within a page and for some streams at a time, and a row of weights is about a page.
-// Eight pages read side by side are 1.4 times as fast as one after the other (docs/log), whatever
-// the length of a row. So while one region of eight pages is read, in whatever order, the next one
-// is asked for, a line of each page in turn: into the second cache, or where unpacking is what takes
-// time (docs/log) into the first, from which what does not fit goes to the second.
+// A single sequential stream does not use all of the memory's speed: the processor's own
+// prefetcher works within a page and for a few streams at a time, and a row of weights is about a
+// page. Reading eight pages side by side is 1.4 times as fast as one after another (docs/log),
+// whatever the length of a row.
+//
+// So while one region of eight pages is read, in any order, the next one is prefetched, a line of
+// each page in turn: into the second cache or, if unpacking takes the time (docs/log), into the
+// first, from where the excess goes to the second.
 
 #pragma once
 
@@ -15,19 +17,20 @@ namespace lowtide {
 
 constexpr long LINE_BYTES = 64;
 
-// Where lines are asked for to, as __builtin_prefetch has it.
+// Target cache of a prefetch, as __builtin_prefetch numbers it.
 enum Cache { SECOND_CACHE = 2, FIRST_CACHE = 3 };
 
 class Ahead {
    public:
-    // `num_bytes` from `from` on are read, more or less in order; then what lies at `next`, or null.
+    // The `num_bytes` from `from` on are read, roughly in order; then those at `next`, unless it
+    // is null.
     Ahead(const void* from, long num_bytes, const void* next)
         : at_(static_cast<const char*>(from)), left_(num_bytes),
           next_(static_cast<const char*>(next)) {
         enter();
     }
 
-    // As many lines of the range have been read, a divisor or a multiple of 8: asks for as many.
+    // Call after reading `num_lines` lines, a divisor or a multiple of 8; prefetches as many.
     template <int num_lines, Cache cache = SECOND_CACHE>
     INLINED void read() {
         if constexpr (num_lines < NUM_PAGES) {
@@ -48,7 +51,7 @@ class Ahead {
         }
     }
 
-    // So many bytes of the range have been read: asks for as many, a line of each page at a time.
+    // Call after reading `num_bytes` bytes; prefetches as many, a line of each page at a time.
     template <Cache cache = SECOND_CACHE>
     INLINED void read_bytes(long num_bytes) {
         unasked_bytes_ += num_bytes;
@@ -60,9 +63,9 @@ class Ahead {
     static constexpr long PAGE_BYTES = 4096, NUM_PAGES = 8;
     static constexpr long REGION_BYTES = NUM_PAGES * PAGE_BYTES;
 
-    // The region at `at_` is read from now on, so the one behind it is asked for. Where the range
-    // ends within that, its pages go on with `next`; a last region, shorter than others, asks for
-    // what these left out of it.
+    // Enters the region at `at_` and starts to prefetch the one after it. If the range ends there,
+    // its pages continue with `next`; a last, shorter region also prefetches what the others left
+    // out of it.
     void enter() {
         offset_ = 0;
         for (long page = 0; page < NUM_PAGES; ++page) {
@@ -82,8 +85,8 @@ class Ahead {
     long page_ = 0, offset_ = 0;  // of what is asked for next: which of them, and where in it
 };
 
-// Asks for the `number`-th of `count` parts of some rows of weights, which may be null: as many lines
-// of each. For tiles of which all rows are wanted at once, sooner than `Ahead` would ask for them.
+// Prefetches the `number`-th of `count` parts of some rows of weights, which may be null: as many
+// lines of each. For tiles that need all rows at once, earlier than `Ahead` would.
 INLINED void ask_for_rows(
     const void* rows, long num_rows, long row_bytes, long number, long count
 ) {

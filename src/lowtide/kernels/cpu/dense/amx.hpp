@@ -1,12 +1,12 @@
 // Products by AMX: tiles of 16 output features with up to 16 rows of x.
 //
-// A tile of weights is 16 of their rows, 32 elements of each, as they are stored. It is the left
-// operand: the right one wants its elements in pairs, one pair of every row after the other, and
-// only x, which is small, is brought into that order. So 1 KiB of weights takes 16 cycles for up to
-// 16 rows, which memory does not deliver in twice that time.
+// A tile of weights is 32 elements of 16 rows, as they are stored. It is the left operand. The
+// right operand needs its elements in pairs, one pair of every row after the other; only x, which
+// is small, is rearranged into that order. So 1 KiB of weights takes 16 cycles for up to 16 rows,
+// half of the time in which memory delivers it.
 //
-// A sum goes through k ascending, in one accumulator, whatever is computed beside it. What is beyond
-// num_k or num_outs is 0: adding it changes no sum.
+// A sum runs over ascending k in one accumulator, whatever is computed with it. Elements beyond
+// num_k or num_outs are 0, which changes no sum.
 
 #pragma once
 
@@ -21,13 +21,13 @@ namespace lowtide {
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// Where 16 rows of weights have 32 elements each, side by side.
+// Address of 32 elements of each of 16 adjacent rows of weights.
 struct WeightTile {
     const bf16* from;
     long stride_bytes;
 };
 
-// Tiles of weights as they are stored; what is beyond the matrix is 0 in a copy.
+// Tiles of weights as they are stored; elements beyond the matrix are 0 in a copy.
 class StoredTiles {
    public:
     explicit StoredTiles(const Product<bf16>& p)
@@ -55,8 +55,8 @@ class StoredTiles {
 
 class Amx {
    public:
-    // make_tiles: answers what has `at(first, num_outs, k)`, a `WeightTile` that lasts until it is
-    // asked for the next, in the order of features, then of k.
+    // make_tiles: returns an object with `at(first, num_outs, k)`, a `WeightTile` that is valid
+    // until the next call; called by features, then by k.
     template <class MakeTiles>
     static void run(const Product<bf16>& p, const MakeTiles& make_tiles) {
         const Inputs& x = packed(p.x, p.x_stride, p.num_rows, p.num_k, p.inputs);
@@ -71,7 +71,7 @@ class Amx {
    protected:  // what products with other weights are made of, too
     static constexpr long TILE_BYTES = 64;
 
-    // Rows of x by 16: pair k / 2 of each of them, then the next pair; 0 up to `length`.
+    // Rows of x by 16: pair k / 2 of each row, then the next pair; 0 up to `length`.
     struct Inputs {
         struct alignas(64) Line {
             bf16 numbers[LANES];
@@ -117,7 +117,7 @@ class Amx {
         }
     }
 
-    // The compiler does not know that a load of a tile reads memory.
+    // Tells the compiler, which cannot see it, that loading a tile reads memory.
     static INLINED void written(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
 
     // Tiles 0 and 1 are sums, 2 is of weights, 3 and 4 are of x.
@@ -127,7 +127,7 @@ class Amx {
         std::uint8_t rows[16] = {};
     };
 
-    // `halves`: of up to 16 rows of x each.
+    // `halves`: groups of up to 16 rows of x.
     template <int halves, class MakeTiles>
     AMX static void run_rows(
         const Product<bf16>& p, const MakeTiles& make_tiles, const bf16* x, long length, long row,
@@ -184,7 +184,7 @@ class Amx {
         store_tile_sums(p, sums, row, num_rows, first, num_outs);
     }
 
-    // Between stored sums of output features. Those of one row are side by side.
+    // Bytes between the stored sums of two output features; sums of one row are adjacent.
     static INLINED long stored_bytes(long num_rows) {
         return num_rows == 1 ? static_cast<long>(sizeof(float)) : TILE_BYTES;
     }

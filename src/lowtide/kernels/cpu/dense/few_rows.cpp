@@ -8,17 +8,18 @@ using namespace lowtide;
 
 namespace {
 
-// Bytes of a weight in a piece. What is left of the last piece is waited for at the end.
+// Bytes of a weight in a piece: the threads wait for the rest of the last piece at the end.
 constexpr long LEAST_PIECE_BYTES = WORTH_BYTES / 2, MOST_PIECE_BYTES = 2 * WORTH_BYTES;
 
-// Output features of a piece: some eight pieces for a thread, so that a slow one does little harm.
+// Output features of a piece: about eight pieces per thread, so that a slow thread does little
+// harm.
 long features_of_piece(int num_threads, long num_outs, long num_k) {
     const long row_bytes = num_k * static_cast<long>(sizeof(bf16));
     const long wanted = num_outs * row_bytes / (8L * num_threads);
     return whole_tiles(std::clamp(wanted, LEAST_PIECE_BYTES, MOST_PIECE_BYTES) / row_bytes);
 }
 
-// next: the first feature of the piece that this thread likely takes afterwards.
+// next: first feature of the piece that this thread probably takes next.
 Product<bf16> some_features(const Product<bf16>& p, long first, long last, long next) {
     Product<bf16> some = p;
     some.w += first * p.num_k, some.out += first, some.num_outs = last - first;

@@ -1,7 +1,7 @@
-// From registers of 16 partial sums to outputs: many registers' sums at once.
+// Reduces many registers of 16 partial sums to outputs at once.
 //
-// A register's sum is its halves added to one another, then those of what is left, and so on: lane i
-// and i + 8, i + 4, i + 2, i + 1. All at once they take as many instructions as two by themselves.
+// A register's sum adds its halves, then the halves of the result, and so on: lanes i and i + 8, i
+// + 4, i + 2, i + 1. Reducing all registers together takes as many instructions as two alone.
 
 #pragma once
 
@@ -15,12 +15,12 @@
 
 namespace lowtide {
 
-// One register's lanes and another's, which are brought together before they are added.
+// Lanes of two registers, combined before they are added.
 struct Halved {
     __m512 lower, upper;
 };
 
-// What `Halved` is made of `a` and `b` for the sums of 8, 4, 2 and of one lane.
+// Combines `a` and `b` into `Halved` for the sums of 8, 4, 2 and 1 lanes.
 template <int lanes>
 AVX512 INLINED Halved halved(__m512 a, __m512 b) {
     if constexpr (lanes == 8)
@@ -34,8 +34,8 @@ AVX512 INLINED Halved halved(__m512 a, __m512 b) {
     return {_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)};
 }
 
-// The sums of up to 16 registers; with fewer `lanes` than 8 each of `count` registers has 8 / lanes
-// times two of them, whose halves of more lanes have been added.
+// Returns the sums of up to 16 registers. With fewer than 8 `lanes`, each of `count` registers has
+// 8 / lanes times two of them, already reduced so far.
 template <int lanes = 8, int count>
 AVX512 INLINED __m512 sums_of_lanes(const __m512 (&of)[count]) {
     constexpr int num_left = (count + 1) / 2;
@@ -54,8 +54,8 @@ AVX512 INLINED __m512 sums_of_lanes(const __m512 (&of)[count]) {
     }
 }
 
-// As `round_bf16`, in the lower half of each double word; the processor's own rounding takes numbers
-// below 2^-126 for 0.
+// Rounds as `round_bf16` does, into the lower half of each double word: the processor's own
+// rounding flushes numbers below 2^-126 to 0.
 AVX512 INLINED __m512i rounded_words(__m512 values) {
     const __m512i bits = _mm512_castps_si512(values);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -65,7 +65,7 @@ AVX512 INLINED __m512i rounded_words(__m512 values) {
 }
 
 // Stores the outputs of rows of x from `row` on with `outs` rows of weights each, from `first` on.
-// `p`: a product with `bias`, `out` and `out_stride`. num_rows: how many of the rows there are.
+// `p`: a product with `bias`, `out` and `out_stride`. num_rows: number of existing rows.
 template <int rows, int outs, class P>
 AVX512 INLINED void store_outputs(
     const P& p, long row, long first, __m512 sums, long num_rows = rows
@@ -82,7 +82,7 @@ AVX512 INLINED void store_outputs(
             p.out + (row + r) * p.out_stride + first, stored + r * outs, outs * sizeof(bf16));
 }
 
-// The same of registers of partial sums.
+// The same for registers of partial sums.
 template <int rows, int outs, class P>
 AVX512 INLINED void store_sums(
     const P& p, long row, long first, const __m512 (&sums)[rows * outs]

@@ -1,7 +1,7 @@
-// Sums of many rows of x with some rows of weights by dot products of bfloat16, in registers.
+// Sums of many rows of x with some rows of weights, by bfloat16 dot products in registers.
 //
-// Four rows of x with six of weights are ten loads for 24 products: so many that neither loads nor
-// the second cache, where x is, are waited for.
+// Four rows of x with six of weights need ten loads for 24 products, so neither loads nor the
+// second cache, which has x, limit the speed.
 
 #pragma once
 
@@ -21,8 +21,8 @@ struct alignas(64) WordRegister {
     bf16 words[REGISTER_WORDS];
 };
 
-// Registers of rows of x, whole ones, a register more between rows: 16 rows of 4,096 bytes one
-// behind the other would have the same places in the first cache, which has eight of each.
+// Rows of x in whole registers, with a register of padding between rows: 16 rows of 4,096 bytes
+// one after another would map to the same lines of the first cache, which has eight of each.
 struct PaddedRows {
     std::vector<WordRegister> registers;
     long length;  // of a row, in numbers
@@ -39,13 +39,13 @@ struct PaddedRows {
     }
 };
 
-// Where a tile is: in rows of x, and in rows of weights; numbers between rows of each.
+// A tile's place: row of x, row of weights, and the strides of both.
 struct ManyPlace {
     const bf16 *x, *w;
     long x_stride, w_stride;
 };
 
-// What a register of each of `rows` rows of x makes with one of each of `outs` rows of weights.
+// Multiplies a register of each of `rows` rows of x with one of each of `outs` rows of weights.
 template <int rows, int outs>
 AVX512_BF16 INLINED void add_registers(const ManyPlace& at, __m512 (&sums)[rows * outs]) {
     __m512bh some[outs];
@@ -71,7 +71,7 @@ AVX512_BF16 INLINED void store_tile(
     }
 }
 
-// Calls tile(rows, row) with as many rows of x at once as there may be; the last are fewer.
+// Calls tile(rows, row) with as many rows of x at once as possible; the last call has fewer.
 template <class Tile>
 INLINED void for_many_rows(long num_rows, const Tile& tile) {
     long row = 0;
@@ -82,7 +82,7 @@ INLINED void for_many_rows(long num_rows, const Tile& tile) {
     if (num_rows - row == 1) tile(std::integral_constant<int, 1>(), row);
 }
 
-// Calls tile(outs, first) with as many rows of weights at once as there may be.
+// Calls tile(outs, first) with as many rows of weights at once as possible.
 template <class Tile>
 INLINED void for_many_outs(long num_outs, const Tile& tile) {
     long first = 0;

@@ -1,4 +1,4 @@
-// Which variants this processor runs, and how many rows they take.
+// The variants that this processor supports, and the number of rows they take.
 
 #include "dense/products.hpp"
 #include "dense/vnni.hpp"
@@ -20,7 +20,7 @@ bool has_avx512_bf16() {
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
 }
 
-// Its registers are 8 KiB, which Linux keeps for a process only if asked.
+// AMX registers are 8 KiB, which Linux saves for a process only on request.
 bool has_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
@@ -41,7 +41,7 @@ bool has_int8_tiles() {
 
 extern "C" {
 
-// The best variant of this processor; all before it run on it, too.
+// The best variant of this processor; all lower ones run on it, too.
 int lowtide_best_variant() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -56,7 +56,7 @@ int lowtide_best_variant() {
 #endif
 }
 
-// Whether it has AVX-VNNI: VNNI without AVX-512.
+// Returns whether the processor has AVX-VNNI, that is VNNI without AVX-512.
 int lowtide_has_avx_vnni() {
 #if defined(HAS_DOT_PRODUCTS)
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -66,13 +66,13 @@ int lowtide_has_avx_vnni() {
 #endif
 }
 
-// The same of products of rows in int8: an `Int8Variant`.
+// The best `Int8Variant`, for products of int8 rows.
 int lowtide_best_int8() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return INT8_PLAIN;
 #ifdef HAS_VNNI
-    // A processor with AVX2 has F16C, for which some compilers do not know how to ask.
+    // A processor with AVX2 has F16C, which some compilers cannot detect.
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512vnni")) {
 #if defined(HAS_DOT_PRODUCTS)
@@ -87,7 +87,7 @@ int lowtide_best_int8() {
 #endif
 }
 
-// The same of products of a few rows with q8 and q4.
+// The best variant for products of a few rows with q8 and q4.
 int lowtide_best_own() {
     const int best = lowtide_best_variant();
 #if defined(HAS_DOT_PRODUCTS)

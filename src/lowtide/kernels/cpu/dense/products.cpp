@@ -1,4 +1,4 @@
-// Products tile by tile.
+// Computes products tile by tile.
 
 #include "dense/products.hpp"
 
@@ -24,7 +24,7 @@ void run_tile(const Product<Number>& p, long row, long first, Ahead* ahead) {
         }
 }
 
-// `rows` rows of x, from `row` on, with the rows of w from `first` to before `last`.
+// Multiplies `rows` rows of x, from `row` on, with rows `first` to `last` of w.
 template <class Isa, int rows, class Number>
 void run_rows(const Product<Number>& p, long row, long first, long last, Ahead* ahead) {
     constexpr int outs = Isa::SUMS / rows;
@@ -33,7 +33,7 @@ void run_rows(const Product<Number>& p, long row, long first, long last, Ahead* 
     for (; first < last; ++first) run_tile<Isa, rows, 1>(p, row, first, ahead);
 }
 
-// As many rows of x at once as there may be, then half as many, and so on.
+// Takes as many rows of x at once as possible, then half as many, and so on.
 template <class Isa, int rows, class Number>
 void run_all_rows(const Product<Number>& p, long row, long first, long last, Ahead* ahead) {
     for (; row + rows <= p.num_rows; row += rows)
@@ -41,13 +41,13 @@ void run_all_rows(const Product<Number>& p, long row, long first, long last, Ahe
     if constexpr (rows > 1) run_all_rows<Isa, rows / 2>(p, row, first, last, ahead);
 }
 
-// All `rows` rows of x with one row of w after the other.
+// Multiplies all `rows` rows of x with one row of w after another.
 template <class Isa, int rows, class Number>
 void run_in_order(const Product<Number>& p) {
     for (long o = 0; o < p.num_outs; ++o) run_tile<Isa, rows, 1>(p, 0, o, nullptr);
 }
 
-// All rows of x with a few of w, which the first of them bring into the cache for the others.
+// Multiplies all rows of x with a few of w, which the first of them bring into the cache.
 template <class Isa, class Number>
 void run(const Product<Number>& p) {
     if constexpr (Isa::READS_IN_ORDER) {
@@ -64,10 +64,10 @@ void run(const Product<Number>& p) {
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// Rows of x from which on tiles of many rows are faster.
+// Number of rows of x from which tiles of many rows are faster.
 constexpr long FEWEST_MANY = 9;
 
-// Rows of x one register apart from one another.
+// Pads rows of x by one register each.
 AVX512_BF16 const PaddedRows& padded_rows(const Product<bf16>& p) {
     thread_local PaddedRows of;
     if (p.inputs != 0 && p.inputs == of.number) return of;
@@ -92,7 +92,7 @@ AVX512_BF16 NOT_INLINED void many_tile(
     store_tile<rows, outs>(p, row, first, sums);
 }
 
-// With the bits of the tiles of `Avx512Bf16`. p.num_k: whole registers.
+// Gives the bits of the tiles of `Avx512Bf16`. p.num_k: whole registers.
 void run_many(const Product<bf16>& p) {
     const long row_bytes = p.num_k * static_cast<long>(sizeof(bf16));
     const long num_tiles = (p.num_rows + MANY_ROWS - 1) / MANY_ROWS;

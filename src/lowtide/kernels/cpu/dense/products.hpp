@@ -1,9 +1,9 @@
-// Products of a few bfloat16 rows with weights that are read once: as fast as memory delivers them.
+// Products of a few bfloat16 rows with weights that are read once, at the speed of memory.
 //
-//     out[r, o] = sum over k of x[r, k] * w[o, k] (+ bias[o])             x, w, bias: bfloat16
+//   out[r, o] = sum over k of x[r, k] * w[o, k] (+ bias[o])     x, w, bias: bfloat16
 //
-// w is [num_outs, num_k], rows adjacent; rows of x and out may have any stride, their elements are
-// adjacent. Nothing needs an alignment. out is bfloat16, or float32 without a bias.
+// w is [num_outs, num_k] with adjacent rows. Rows of x and out may have any stride; their elements
+// are adjacent. Nothing needs an alignment. out is bfloat16, or float32 without a bias.
 
 #pragma once
 
@@ -15,11 +15,11 @@
 
 namespace lowtide {
 
-// Rows from which torch's products are faster.
+// Most rows for which these products are faster than torch's.
 constexpr long MOST_ROWS = 8, MOST_ROWS_OF_DOTS = 32;
 
-// That products with q8 and q4 take: with dot products of bfloat16 as many as those with bfloat16
-// weights do, so that a pass of so many rows is one call whatever its weights are stored in.
+// Most rows of products with q8 and q4. With bfloat16 dot products it equals that of bfloat16
+// weights, so that a pass of this many rows is one call for any weights.
 constexpr long MOST_OWN_ROWS = 16;
 
 template <class Number>
@@ -36,19 +36,19 @@ struct Product {
     bool is_cached = false;  // whether the weights have just been written, not read from memory
 };
 
-// The first of `count` numbers that no other inputs have.
+// Returns the first of `count` numbers that identify new inputs.
 inline std::uint64_t new_inputs(long count = 1) {
     static std::atomic<std::uint64_t> next{1};
     return next.fetch_add(static_cast<std::uint64_t>(count));
 }
 
-// Output features of a piece of a product, so that no tile is cut: at least as many as that.
+// Least output features of a piece that cuts no tile.
 inline long whole_tiles(long num_outs) {
     constexpr long LONGEST = 16;
     return std::max(LONGEST, num_outs / LONGEST * LONGEST);
 }
 
-// The same for pieces of up to `most` features, whole tiles, that are as long as one another.
+// The same for pieces of up to `most` features, whole tiles, of about equal length.
 inline long even_pieces(long num_outs, long most) {
     const long count = std::max(1L, (num_outs + most - 1) / most);
     return std::min(most, whole_tiles((num_outs + count - 1) / count + 15));

@@ -1,4 +1,4 @@
-// From squares of sums, a row for each output feature and a column for each row of x, to outputs.
+// Turns squares of sums, with a row per output feature and a column per row of x, into outputs.
 
 #pragma once
 
@@ -10,7 +10,7 @@ constexpr long TILE = 16;  // rows of weights, and of x, of a square
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// Rows and columns change places; each register is a row of 16.
+// Transposes; each register is a row of 16.
 AVX512 INLINED void transpose(__m512i (&rows)[16]) {
     __m512i other[16];
     for (int i = 0; i < 16; i += 2) {
@@ -35,8 +35,8 @@ AVX512 INLINED void transpose(__m512i (&rows)[16]) {
     for (int i = 0; i < 16; ++i) rows[i] = other[i];
 }
 
-// Sums [outs, rows] of up to 16 rows of x from `row` on with up to 16 of weights from `first` on; of
-// one row [outs]. `p`: as in `store_outputs`.
+// Stores sums [outs, rows] of up to 16 rows of x from `row` on with up to 16 rows of weights from
+// `first` on; sums [outs] for one row. `p`: as in `store_outputs`.
 template <class P>
 AVX512 INLINED void store_tile_sums(
     const P& p, const float* sums, long row, long num_rows, long first, long num_outs

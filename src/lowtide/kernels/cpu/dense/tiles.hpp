@@ -1,14 +1,16 @@
-// What `multiply` is made of: sums of a few rows of x with a few of w, for each kind of processor.
+// Building blocks of `multiply`: sums of a few rows of x with a few of w, for each kind of
+// processor.
 //
-// The order of a sum depends on num_k alone, so a row's bits depend on no other row. In float32
-// element k goes to partial sum k % 32, ascending; the 32 are added in a tree: odd to even, then
-// upper to lower half until one is left. A product of two bfloat16 is exact in float32, so fused or
-// not makes no difference, and the portable variant, AVX2 and AVX-512 give the same bits (unless a
-// product is below 2^-126, where fused is finer).
+// The order of a sum depends only on num_k, so a row's bits do not depend on other rows. In
+// float32 element k goes to partial sum k % 32, ascending. The 32 sums are added in a tree: odd to
+// even, then upper to lower half until one is left. A product of two bfloat16 numbers is exact in
+// float32, so fusing makes no difference, and the portable variant, AVX2 and AVX-512 give the same
+// bits (unless a product is below 2^-126, where fusing is more exact).
 //
-// The processor's own dot products add and round two elements at a time, and take numbers below
-// 2^-126 for 0, so their bits are others: with AVX512-BF16 elements 2 i and 2 i + 1 of each 32 go to
-// partial sum i, and the 16 are added in the same tree; with AMX (amx.hpp) to one sum, ascending.
+// The processor's own dot products add and round two elements at a time, and flush numbers below
+// 2^-126 to 0, so their bits differ. With AVX512-BF16 elements 2 i and 2 i + 1 of each 32 go to
+// partial sum i, and the 16 sums are added in the same tree. With AMX (amx.hpp) there is one sum,
+// ascending.
 
 #pragma once
 
@@ -25,9 +27,9 @@ namespace lowtide {
 
 constexpr long LANES = 32;
 
-// A tile is the sums of some rows of x with some rows of w: sums[row * outs + out]. Rows of x are
-// taken by up to `ROWS` and tiles have `SUMS` sums: so many that no addition waits for the last.
-// Whose weights come from memory has an `ahead` to ask for others.
+// A tile is the sums of some rows of x with some rows of w: sums[row * outs + out]. It takes up to
+// `ROWS` rows of x and has `SUMS` sums: enough that no addition waits for the previous one.
+// Variants whose weights come from memory have an `ahead` to prefetch others.
 
 struct Portable {
     static constexpr int ROWS = 1, SUMS = 1;
@@ -177,8 +179,8 @@ struct Avx512 {
 
 struct Avx512Bf16 {
     static constexpr int ROWS = 8, SUMS = 16;
-    // One or two rows of x wait for memory alone, and the processors that this is for (AMD's, from
-    // Zen 4 on; nearly all of Intel's have AMX) read fastest in order (docs/log).
+    // With one or two rows of x memory is the only limit, and the processors that use this (AMD's
+    // from Zen 4 on; nearly all of Intel's have AMX) read fastest in order (docs/log).
     static constexpr bool READS_IN_ORDER = true;
 
     template <int rows, int outs>

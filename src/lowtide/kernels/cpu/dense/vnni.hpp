@@ -1,4 +1,4 @@
-// Dot products of int8 numbers by VNNI, and what several kinds of weights have of it in common.
+// Dot products of int8 numbers by VNNI, shared by several kinds of weights.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-// Where the compiler knows vpdpbusd.
+// The compiler supports vpdpbusd.
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 7 : __GNUC__ >= 9)
 #define HAS_VNNI
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")))
@@ -16,8 +16,8 @@
 
 namespace lowtide {
 
-// Variants of products of rows in int8. The best comes last; those before it run on the same
-// processor, too, with the same bits. Not all kinds of weights have the last.
+// Variants of products of int8 rows. The best comes last; lower ones run on the same processor,
+// with the same bits. Not all kinds of weights have the last one.
 enum Int8Variant { INT8_PLAIN, INT8_AVX2, INT8_AVX_VNNI, INT8_VNNI, INT8_AMX };
 
 constexpr long MOST_ROUNDED = 16;  // rows with which weights are multiplied before others are read

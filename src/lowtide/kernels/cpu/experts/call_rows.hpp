@@ -1,11 +1,11 @@
-// The rows that the products of a call are of, and what becomes of them before: nothing, unless a
-// kind of weights is multiplied with rows that are rounded (int8_rows.hpp). What both have:
+// Rows of x for the products of a call, and their preparation: none, unless a kind of weights is
+// multiplied with rounded rows (int8_rows.hpp). Both kinds of rows have:
 //
-//     MOST_ROWS                        that are taken at a time
-//     piece_bytes(usual, share, groups, count) of a matrix, that a thread multiplies groups with at
-//                                      a time; share: what it has of all of them
-//     take(num_threads, rows, weights) rows that products with these matrices follow of
-//     multiply(weights, product, group) some of them, which are that group's
+//   MOST_ROWS                                  most rows at a time
+//   piece_bytes(usual, share, groups, count)   bytes of a matrix that a thread multiplies with
+//                                              `groups` at a time; share: its part of all of them
+//   take(num_threads, rows, weights)           prepares rows for products with these matrices
+//   multiply(weights, product, group)          multiplies some of them, those of the group
 
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace lowtide {
 
-// The rows of x [.., num_k] that groups have.
+// Rows of x [.., num_k] of all groups.
 struct GroupRows {
     const bf16* x;
     long stride, num_k;
@@ -26,7 +26,7 @@ struct GroupRows {
     long num_groups;
 };
 
-// Rows as they are. Products that have the same are told so by a number.
+// Unrounded rows. A number tells products that have the same rows.
 class RowsAsTheyAre {
    public:
     static constexpr long MOST_ROWS = std::numeric_limits<long>::max();
@@ -51,7 +51,7 @@ class RowsAsTheyAre {
     std::uint64_t inputs_ = 0;
 };
 
-// Rows of a matrix that lie one after the other: what kinds of weights (`Own`) have in common.
+// Adjacent rows of a matrix: common part of the kinds of weights (`Own`).
 template <class Own>
 struct AdjacentRows {
     const std::uint8_t* rows;

@@ -1,16 +1,16 @@
-// Several experts of a few tokens each in one call, with the bits of one by one, whatever their
-// weights are stored in.
+// Several experts of a few tokens each in one call, with the same bits as one by one, for any kind
+// of weights.
 //
-// The threads share every expert's weights: gates and ups first, then downs. All experts of a few
-// tokens are summed here, too:
+// The threads share every expert's weights: first gates and ups, then downs. All experts of a few
+// tokens are also summed here:
 //
-//     out[t] = sum over t's experts e, ascending, of weight[t, e] * expert_e(x[t])
+//   out[t] = sum over t's experts e, ascending, of weight[t, e] * expert_e(x[t])
 //
-// which is one multiplication and one addition in float32 for each expert.
+// with one multiplication and one addition in float32 for each expert.
 //
-// `Weights` is a matrix with `row_bytes()`, `from(row)`, `moved(num_bytes)` (the same of another
-// slot) and `start()`, where it begins. `Rows` (call_rows.hpp) multiply with it; where they are as
-// they are, by its `multiply(variant, product)`, in which the product's own weights are not set.
+// `Weights` is a matrix with `row_bytes()`, `from(row)`, `moved(num_bytes)` (the same matrix in
+// another slot) and `start()`, its address. `Rows` (call_rows.hpp) multiply with it; unrounded
+// rows by its `multiply(variant, product)`, in which the product's own weights are not set.
 
 #pragma once
 
@@ -20,7 +20,7 @@
 
 namespace lowtide {
 
-// The experts' weights: those of slot 0, which lie where `places` says.
+// The experts' weights in slot 0, at the places that `places` has.
 template <class Weights>
 struct ExpertSlots {
     Weights gate, up, down;
@@ -28,7 +28,7 @@ struct ExpertSlots {
     long hidden, width;
 };
 
-// A row for each pair of a token and an expert: parts [.., hidden], gate and up [.., width].
+// A row for each (token, expert) pair: parts [.., hidden], gate and up [.., width].
 struct ExpertScratch {
     bf16 *parts, *gate, *up;
 };
@@ -42,7 +42,8 @@ class ExpertLayer {
     ) : vectors_(vectors_of(variant)), num_threads_(num_threads), slots_(slots), scratch_(scratch),
         rows_(variant) {}
 
-    // The groups' rows of parts, from inputs to outputs. are_alike: whether all have the same row.
+    // Computes the groups' rows of parts, from inputs to outputs. are_alike: all groups have the
+    // same row.
     void run(const Group* groups, long num_groups, bool are_alike = false) {
         are_alike_ = are_alike;
         for (long count = 0; num_groups > 0; groups += count, num_groups -= count) {
@@ -54,7 +55,7 @@ class ExpertLayer {
    private:
     static constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix, as far as tiles stay whole
 
-    // How many groups, from the first on, have few enough rows together; one at least.
+    // Number of groups, from the first on, with few enough rows together; at least one.
     static long num_at_once(const Group* groups, long num_groups) {
         long count = 0;
         for (long num_rows = 0; count < num_groups; ++count) {
@@ -79,7 +80,7 @@ class ExpertLayer {
         together(num_threads_, downs_.count(), [this](long number) { run_down(number); });
     }
 
-    // The groups' work, in pieces: some output features of each.
+    // The groups' work in pieces: some output features of each.
     struct Pieces {
         const Group* groups;
         long num_groups, num_features, length;
@@ -101,7 +102,7 @@ class ExpertLayer {
         return {groups, num_groups, num_features, length};
     }
 
-    // Some features of a gate and an up, and what is made of both.
+    // Computes some features of a gate and an up, and their activation.
     void run_gate(long number) const {
         const Group& group = gates_.groups[gates_.group(number)];
         const long hidden = slots_.hidden, width = slots_.width;
@@ -150,7 +151,7 @@ class ExpertLayer {
         return of_slot_0.moved(group.slot * slots_.places.slot_bytes).from(pieces.first(number));
     }
 
-    // The bias of a piece; null where there is none.
+    // The bias of a piece; null if there is none.
     const bf16* bias(const void* of_slot_0, const Pieces& pieces, long number) const {
         if (of_slot_0 == nullptr) return nullptr;
         const Group& group = pieces.groups[pieces.group(number)];
@@ -159,7 +160,7 @@ class ExpertLayer {
         return reinterpret_cast<const bf16*>(bytes) + pieces.first(number);
     }
 
-    // Where a piece's weights begin; null where there is no such piece.
+    // Address of a piece's weights; null if there is no such piece.
     const void* start(const Weights& of_slot_0, const Pieces& pieces, long number) const {
         return number < pieces.count() ? weights(of_slot_0, pieces, number).start() : nullptr;
     }

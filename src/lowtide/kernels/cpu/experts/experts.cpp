@@ -8,7 +8,7 @@ using namespace lowtide;
 namespace {
 
 struct PlainWeights : AdjacentRows<PlainWeights> {
-    // They have no types.
+    // bfloat16 weights have no types.
     PlainWeights(int, const void* stored, long, long num_k)
         : AdjacentRows{static_cast<const std::uint8_t*>(stored),
                        num_k * static_cast<long>(sizeof(bf16))} {}

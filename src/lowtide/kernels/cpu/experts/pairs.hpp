@@ -1,4 +1,4 @@
-// Pairs of a token and an expert, sorted by expert: what a call over a layer's experts begins with.
+// (token, expert) pairs sorted by expert, the first step of a call over a layer's experts.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace lowtide {
 
-// The tokens of one expert: consecutive rows of the scratch. As Python hands them over.
+// The tokens of one expert: consecutive rows of the scratch. Shared with Python.
 struct Group {
     std::int64_t slot, first, num_rows;
 };
@@ -43,8 +43,8 @@ struct SortedPairs {
     }
 };
 
-// out[t] = sum over t's experts, ascending, of weight * output: one multiplication and one addition
-// in float32 for each. parts: outputs, a row for each sorted pair.
+// out[t] = sum over t's experts, ascending, of weight * output, with one multiplication and one
+// addition in float32 for each. parts: outputs, a row for each sorted pair.
 inline void combine(
     int variant, const bf16* parts, const long* row_of, const float* weights, float* out,
     long num_tokens, long k, long hidden

@@ -56,7 +56,7 @@ void LayerExperts::begin(
     start_reads();
 }
 
-// An absent expert of this layer, which may be on its way already.
+// Claims an absent expert of this layer, whose read may already run.
 void LayerExperts::claim(Arrival arrival) {
     for (Ahead& ahead : ahead_) {
         if (ahead.layer != layer_ || ahead.expert != arrival.expert) continue;
@@ -70,7 +70,7 @@ void LayerExperts::claim(Arrival arrival) {
     waiting_.push_back(arrival);
 }
 
-// `bump` of policies/ranks.py.
+// Twin of `bump` in policies/ranks.py.
 void LayerExperts::raise_ranks() {
     double* const rank = r_->rank + layer_ * r_->num_experts;
     if (r_->clock != nullptr) {
@@ -92,7 +92,7 @@ void LayerExperts::raise_ranks() {
         rank[demand.expert] += r_->per_share * worth(demand.num_rows) / total;
 }
 
-// `choose` of policies/ranks.py, and what follows from who is not demanded.
+// Twin of `choose` in policies/ranks.py, and its consequences for experts that are not demanded.
 void LayerExperts::admit(std::vector<char>& is_admitted) {
     const long num_experts = r_->num_experts, room = r_->room[layer_];
     const double* const rank = r_->rank + layer_ * num_experts;
@@ -130,7 +130,7 @@ void LayerExperts::admit(std::vector<char>& is_admitted) {
         is_admitted[expert] = is_demanded[expert];
         num_left_out += !is_demanded[expert];
     }
-    // Experts that are not demanded are not read: as many others stay.
+    // Experts that are not demanded are not read, so the residents they outrank stay.
     r_->num_left_out += num_left_out;
     std::sort(victims.begin(), victims.end());
     for (std::size_t i = num_left_out; i < victims.size(); ++i) {
@@ -139,7 +139,7 @@ void LayerExperts::admit(std::vector<char>& is_admitted) {
     }
 }
 
-// The resident of lowest rank that has not left; -1: there is none.
+// The resident of lowest rank that has not left; -1 if there is none.
 long LayerExperts::lowest(const std::vector<char>& has_left) const {
     const double* const rank = r_->rank + layer_ * r_->num_experts;
     long found = -1;
@@ -179,7 +179,7 @@ Status LayerExperts::advance() {
     return DONE;
 }
 
-// Every free slot is for an expert that waits for one.
+// Gives every free slot to a waiting expert.
 void LayerExperts::start_reads() {
     reap_dropped();
     for (; !waiting_.empty() && r_->free_state[1] > 0; waiting_.pop_front()) {
@@ -228,7 +228,7 @@ void LayerExperts::read_ahead(long layer, const std::int64_t* experts, long coun
     }
 }
 
-// Gives up what no layer has claimed.
+// Drops reads ahead that no layer has claimed.
 void LayerExperts::drop_ahead() {
     for (const Ahead& ahead : ahead_) {
         if (ahead.layer < 0) continue;  // claimed
@@ -251,7 +251,7 @@ Status LayerExperts::end_pass() {
     return DONE;
 }
 
-// Until the slot that was given up first is free.
+// Waits until the slot dropped first is free.
 Status LayerExperts::await_dropped() {
     const Ahead& first = dropped_.front();
     if (wait(first.slot) == PENDING) {
@@ -283,7 +283,7 @@ void LayerExperts::run(const std::vector<Group>& groups) const {
            &c.places, c.parts, c.gate, c.up, c.hidden, c.width);
 }
 
-// Computes those that are there, or waits for the one that has been on its way for longest.
+// Computes the experts that have arrived, or waits for the one whose read began first.
 Status LayerExperts::take_arrivals() {
     const Readiness& readiness = **r_->readiness;
     wait(pending_.front().slot);
@@ -313,7 +313,7 @@ Status LayerExperts::take_arrivals() {
     return DONE;
 }
 
-// What became of the slot within a call's limit.
+// Waits for a slot within a call's time limit; returns its state.
 int LayerExperts::wait(long slot) {
     const int state = (*r_->readiness)->state(slot);
     if (state != PENDING) return state;
@@ -346,8 +346,8 @@ lowtide::LayerExperts* lowtide_open_experts() { return new lowtide::LayerExperts
 
 void lowtide_close_experts(lowtide::LayerExperts* run) { delete run; }
 
-// A layer's experts, for rows that were routed elsewhere: experts, weights [num_rows, num_chosen],
-// experts ascending in each row. What was begun before and has not ended is forgotten.
+// Begins a layer's experts for rows that were routed elsewhere: experts, weights [num_rows,
+// num_chosen], experts ascending in each row. An earlier, unfinished call is forgotten.
 void lowtide_begin_experts(
     lowtide::LayerExperts* run, lowtide::Residency* residency, long layer,
     const lowtide::ExpertCall* call, const std::int64_t* experts, const float* weights
@@ -355,7 +355,7 @@ void lowtide_begin_experts(
     run->begin(*residency, layer, *call, experts, weights);
 }
 
-// On to the sum; a `Status`.
+// Continues up to the sum; returns a `Status`.
 int lowtide_advance_experts(lowtide::LayerExperts* run) { return run->advance(); }
 
 }

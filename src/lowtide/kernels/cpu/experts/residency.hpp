@@ -1,8 +1,8 @@
-// Who is resident while layers run, and the experts of a layer of which some are not.
+// Residency of experts while layers run, and the experts of a layer of which some are absent.
 //
-// A layer's demand is counted, absent experts are admitted in place of residents that rank below
-// them (the twin of `admit` in policies/ranks.py), their reads begin, those present are computed
-// meanwhile, the others as they arrive, and all are summed by ascending id.
+// A layer's demand is counted, and absent experts are admitted in place of residents with lower
+// ranks (the twin of `admit` in policies/ranks.py). Their reads begin; present experts are
+// computed meanwhile, the others as they arrive, and all are summed by ascending id.
 
 #pragma once
 
@@ -16,10 +16,10 @@
 
 namespace lowtide {
 
-// Owners of slots that hold no resident.
+// Owners of slots without a resident.
 constexpr std::int64_t FREE_SLOT = -1, TAKEN_SLOT = -2;
 
-// As Python hands it over, whose ledger and placement have the arrays.
+// Shared with Python, whose ledger and placement own the arrays.
 struct Residency {
     std::int64_t* table;  // [num_layers, num_experts]: each expert's slot, less than 0: none
     std::int64_t* owner;  // [num_slots]: layer * num_experts + expert, or FREE_SLOT and so on
@@ -38,17 +38,17 @@ struct Residency {
     Reader* reader;  // null: Python reads
     double wait_limit_s;  // of one call
     long reads_ahead;  // whether to read what the next layer is expected to ask for
-    // What became of it, counted on and on.
+    // Counters of outcomes, never reset.
     long num_hits, num_misses, num_admitted, num_left_out, num_evicted, read_bytes;
     long num_ahead, num_late, num_wasted;  // reads ahead: used, of these not there in time; not used
     double wait_s;
     // In this pass:
     long num_asked;
-    // In the layer that runs:
+    // In the present layer:
     long layer, expert, slot, error;
 };
 
-// How a call over layers ended. All but DONE: the same call goes on with it.
+// How a call over layers ended. After all but DONE the same call continues.
 enum Status : int {
     DONE,
     WAITS,  // for longer than a call may
@@ -57,8 +57,8 @@ enum Status : int {
     STUCK,  // an expert waits for a slot and none is on its way to be free
 };
 
-// What computes a layer's experts: as in layer.hpp's `Experts`, and its scratch. As Python hands it
-// over where it knows the router.
+// Operators for a layer's experts, as `Experts` in layer.hpp, and their scratch. Shared with
+// Python, which knows the router.
 struct ExpertCall {
     ExpertsFunction* run;
     MlpsFunction* mlps;
@@ -73,22 +73,22 @@ struct ExpertCall {
 
 class LayerExperts {
  public:
-    // experts, weights [num_rows, num_chosen], experts ascending in each row; they stay.
+    // experts, weights [num_rows, num_chosen], experts ascending in each row; must stay valid.
     void begin(
         Residency& residency, long layer, const ExpertCall& call, const std::int64_t* experts,
         const float* weights
     );
 
-    // On to the sum.
+    // Continues up to the sum.
     Status advance();
 
-    // Whether all that this layer waits for is being read, and there is a slot for more.
+    // True if all experts that this layer waits for are being read, and a further slot is free.
     bool can_read_ahead() const;
 
-    // Begins to read those that are absent of what a coming layer is expected to ask for.
+    // Begins to read the absent experts that a coming layer is expected to demand.
     void read_ahead(long layer, const std::int64_t* experts, long count);
 
-    // After the last layer: WAITS while a read that was given up is not over.
+    // Ends the pass after the last layer; WAITS while a dropped read runs.
     Status end_pass();
 
  private:

@@ -1,8 +1,8 @@
-// The operators of signatures.hpp over weights of one kind, whatever these are stored in, and
-// whatever becomes of the rows before (call_rows.hpp).
+// The operators of signatures.hpp for one kind of weights, with rows rounded or not
+// (call_rows.hpp).
 //
-// `Weights`: see expert_layer.hpp; besides `Weights(type, stored, num_outs, num_k)`, by a number of
-// the kind's own.
+// `Weights`: see expert_layer.hpp; also `Weights(type, stored, num_outs, num_k)`, where the type
+// is a number of the kind's own.
 
 #pragma once
 

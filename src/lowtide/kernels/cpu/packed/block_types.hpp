@@ -1,5 +1,5 @@
-// Which types of blocks there are: a format's name, and a block's weights and bytes. A type's number
-// is its place here. Products with each are compiled in files of their own, `types/NAME.cpp` here
+// Types of blocks: a format's name, and a block's weights and bytes. A type's number is its
+// position here. Products with each type are compiled in files of their own, `types/NAME.cpp` here
 // and in rounded/, which are loaded when a model has such weights.
 
 #pragma once
@@ -28,7 +28,7 @@ struct BlockShape {
 constexpr BlockShape BLOCK_SHAPES[] = {BLOCK_TYPES(SHAPE_OF)};
 #undef SHAPE_OF
 
-// Puts a type's functions into a table of them when the library that they are in is loaded.
+// Registers a type's functions in a table when their library is loaded.
 template <class Row, void (*set_row)(int number, const Row& row)>
 struct Registered {
     Registered(int number, const Row& row) { set_row(number, row); }

@@ -1,4 +1,4 @@
-// What several blocks of ggml's types have at the same place, their scales above all, in one vector.
+// Fields at the same offset in several blocks of ggml's types, above all scales, in one vector.
 
 #pragma once
 

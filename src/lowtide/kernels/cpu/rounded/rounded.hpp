@@ -9,7 +9,7 @@
 
 namespace lowtide {
 
-// What rows in int8 need of a type.
+// Functions for int8 rows with one type.
 struct RoundedType {
     long (*row_bytes)(long num_k);  // of weights
     long (*row_lines)(long num_k);  // of x

@@ -18,14 +18,14 @@ namespace lowtide {
 
 constexpr long SECTOR_BYTES = 4096;  // direct reads begin, end and land on multiples of it
 
-// What became of a slot's filling, if not an errno.
+// State of a slot, if it is not an errno.
 constexpr int PENDING = -1, READY = 0, FILE_ENDED = -2, FILE_CHANGED = -3, CANCELLED = -4;
 
 class Readiness {
  public:
     explicit Readiness(long num_slots);
 
-    // A slot is being filled, in so many pieces; the filling's number.
+    // Begins to fill a slot in `num_pieces` pieces; returns the filling's number.
     std::uint32_t begin(long slot, std::uint32_t num_pieces);
 
     // A piece is there, or failed with `error`; of any thread.
@@ -34,7 +34,7 @@ class Readiness {
     // PENDING, READY, or what the filling failed with once none of its pieces is on its way.
     int state(long slot) const;
 
-    // `state`, once it is not PENDING or after so many seconds.
+    // Waits until the state is not PENDING, or for the time limit; returns it.
     int wait(long slot, double seconds);
 
  private:
@@ -59,12 +59,12 @@ struct File {
     std::int64_t descriptor, num_bytes, modified_ns, changed_ns;
 };
 
-// What is read at a stretch: segments of one file with small gaps, in order.
+// A contiguous read: segments of one file in order, with small gaps.
 struct Range {
     std::int64_t file, start, num_bytes, first_segment, num_segments;
 };
 
-// What a reader reads from and into; as Python hands it over, which keeps all of it alive.
+// Sources and targets of a reader; Python owns them and keeps them alive.
 struct Source {
     const std::int64_t* first_range;  // of each expert, in `ranges`, and the end
     const Range* ranges;
