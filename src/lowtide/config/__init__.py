@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from lowtide.config.decoding import Blocks, Canvas, Causal, Decoding, DecodingDefaults
 from lowtide.config.layers import LayerSpec, SideBySide
-from lowtide.config.model import ModelConfig, Published
+from lowtide.config.model import ModelConfig, Multipliers, Published
 from lowtide.config.rope import Rope, Yarn
 from lowtide.config.sizes import MAX_SIZE_BYTES, format_size, parse_size
 from lowtide.config.specs import AttentionSpec, DenseSpec, ExpertSpec, LatentAttentionSpec
@@ -29,6 +29,7 @@ __all__ = [
     "LatentAttentionSpec",
     "LayerSpec",
     "ModelConfig",
+    "Multipliers",
     "Published",
     "Rope",
     "SideBySide",

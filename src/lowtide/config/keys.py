@@ -19,7 +19,7 @@ from lowtide.config.fields import (
     Fields,
 )
 from lowtide.config.layers import LayerSpec, Mixer, layers_of
-from lowtide.config.model import ModelConfig, Published
+from lowtide.config.model import NO_MULTIPLIERS, ModelConfig, Multipliers, Published
 from lowtide.config.quantisation import read_quantisation
 from lowtide.config.rope import read_rope
 from lowtide.config.specs import AttentionSpec, ExpertSpec
@@ -27,6 +27,9 @@ from lowtide.config.token_ids import eos_token_ids, mask_token_id
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
 from lowtide.formats.plain import SAFETENSORS_NAME
+
+ADJUSTED_KEY = "lowtide_weights_are_adjusted"
+"""Key by which GGUF files' metadata say that weights need no `Decoder.adjust`."""
 
 
 class Origin(NamedTuple):
@@ -60,6 +63,7 @@ def layered(
     origin: Origin,
     layers: Sequence[LayerSpec],
     block_length: int | None = None,
+    multipliers: Multipliers = NO_MULTIPLIERS,
 ) -> ModelConfig:
     """Add the keys that all families share; block_length: of a diffusion model that gives one."""
     fields.only("hidden_act", "silu")
@@ -81,6 +85,8 @@ def layered(
         pad_token_id=fields.optional_integer("pad_token_id", low=0, high=vocab_size - 1),
         decoding=origin.published.decoding.in_model(mask, block_length),
         quantisation=None if is_mxfp4 else read_quantisation(fields),
+        multipliers=multipliers,
+        is_adjusted=fields.boolean(ADJUSTED_KEY, default=False),
     )
 
 

@@ -19,6 +19,18 @@ _Mixer = TypeVar("_Mixer", bound=Mixer)
 _MAX_PARAMETERS = 2**50  # far above any model, and no product of sizes leaves 63 bits
 
 
+class Multipliers(NamedTuple):
+    """Constant factors of a model's steps; 1 and, of the cap, 0 change nothing."""
+
+    embedding: float = 1.0
+    residual: float = 1.0  # of what each half of a layer adds
+    logits: float = 1.0
+    logit_cap: float = 0.0  # c: logits become c tanh(logits / c)
+
+
+NO_MULTIPLIERS = Multipliers()
+
+
 class Published(NamedTuple):
     """Facts published about a family but missing from its `config.json`."""
 
@@ -48,6 +60,8 @@ class ModelConfig:
     decoding: Decoding  # how it writes: its family's kind, with this model's values
     quantisation: Quantisation | None = None  # that others rounded the weights to
     sampling: PublishedSampling = PublishedSampling()  # where tokens are written in order
+    multipliers: Multipliers = NO_MULTIPLIERS
+    is_adjusted: bool = False  # files have dense weights as they are computed with
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -81,8 +95,8 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of all layers, each once."""
-        mixers = (layer.mixer for layer in self.kinds)
-        return tuple(dict.fromkeys(mixer.rope for mixer in mixers if mixer is not None))
+        ropes = [layer.mixer.rope for layer in self.kinds if layer.mixer is not None]
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
     def kinds(self) -> tuple[LayerSpec, ...]:

@@ -22,11 +22,14 @@ class AttentionSpec:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys
-    rope: Rope
+    head_dim: int
+    rope: Rope | None  # None: positions are not told
     has_qk_norm: bool = False  # before rotation
     has_qkv_bias: bool = False
     window: int = 0  # positions that a row sees, its own included; 0 = all
+    scale: float | None = None  # of attention scores; None: head_dim ** -0.5
+    has_value_norm: bool = False  # an RMS norm of each value head, without a weight
+    has_gate: bool = False  # a sigmoid of hidden states weighs what was attended to
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -34,7 +37,8 @@ class AttentionSpec:
                 f"config.json: {self.num_heads} attention heads do not divide among "
                 f"{self.num_kv_heads} key/value heads."
             )
-        _check_rotation(self.rope, self.head_dim)
+        if self.rope is not None:
+            _check_rotation(self.rope, self.head_dim)
 
     @property
     def query_size(self) -> int:
@@ -48,7 +52,7 @@ class AttentionSpec:
     @property
     def softmax_scale(self) -> float:
         """Factor of attention scores."""
-        return 1.0 / math.sqrt(self.head_dim)
+        return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
     @property
     def cache_shape(self) -> CacheShape:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
+from lowtide.config import Rope
 from lowtide.core import IntArray, align_up
 from lowtide.errors import InternalError
 from lowtide.experts.rows import ExpertBuffers, Routing
@@ -64,8 +65,14 @@ class Places(NamedTuple):
 class ShortPass:
     """State and buffers shared by the layers of one short pass."""
 
-    def __init__(self, x: Tensor, compute: Compute, layers: Sequence[LayerParts]) -> None:
-        """x: [rows, hidden], accepted by the kernels; layers: all; call `begin` next."""
+    def __init__(
+        self, x: Tensor, rope: Rope, compute: Compute, layers: Sequence[LayerParts]
+    ) -> None:
+        """x: [rows, hidden], accepted by the kernels; layers: all; call `begin` next.
+
+        rope: of the layers whose attention is in the call.
+        """
+        self._rope = rope
         self.x = x
         self.num_rows = x.shape[0]
         self.workspace = compute.workspace
@@ -83,7 +90,7 @@ class ShortPass:
         # Rows of a prompt or a block, which see each other, go the long way.
         self.attends = all(segment.goes_by_rows for segment in batch.segments)
         tokens = _tokens(batch, kv_cache) if self.attends else np.empty((0, 2), np.int64)
-        self._facts = PassFacts(self.x, (rotations.whole,), tokens)
+        self._facts = PassFacts(self.x, (rotations.whole(self._rope),), tokens)
         for bound in self._drawn.values():
             bound.begin(self._facts)
 

@@ -55,11 +55,16 @@ class MoELayer:
         """Parts of the shared expert for kernels that run whole layers."""
         return None if self._shared is None else self._shared.parts(self._shared_gate)
 
-    def forward(self, x: Tensor, batch: Batch, out: Tensor) -> None:
-        """Compute x, out [rows, hidden] compute dtype; `out` may be `x`."""
+    def forward(
+        self, x: Tensor, batch: Batch, out: Tensor, router_input: Tensor | None = None
+    ) -> None:
+        """Compute x, out [rows, hidden] compute dtype; `out` may be `x`.
+
+        router_input: hidden states by which experts are chosen, by default `x`.
+        """
         workspace = self._compute.workspace
         with workspace.scope():
-            routing = self.router.route(x, batch.segments)
+            routing = self.router.route(x if router_input is None else router_input, batch.segments)
             routed = workspace.take("routed", tuple(x.shape), torch.float32)
             self.run_experts(x, routing, batch.step, routed)
             if self._shared is None:

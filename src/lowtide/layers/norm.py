@@ -1,4 +1,4 @@
-"""The RMS norm before a layer's attention and before its MLP."""
+"""The RMS norm before and behind the parts of a layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from lowtide.layers.rows import in_tiles
 
 
 class Norm:
-    """RMS norm with a weight [hidden]."""
+    """RMS norm with a weight [hidden].
+
+    A weight in the compute dtype multiplies after rounding, one in float32 before it.
+    """
 
     def __init__(self, weight: Tensor, eps: float, compute: Compute) -> None:
         self.weight = weight
@@ -25,6 +28,10 @@ class Norm:
         normed = self._compute.workspace.take("normed", tuple(x.shape), x.dtype)
         in_tiles(self._run, x, normed)
         return normed
+
+    def apply(self, x: Tensor) -> None:
+        """Normalise x [rows, hidden] in place."""
+        in_tiles(self._run, x, x)
 
     def _run(self, x: Tensor, out: Tensor) -> None:
         compute = self._compute

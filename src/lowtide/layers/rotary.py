@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lowtide.config import Yarn
+from lowtide.config import Rope, Yarn
 from lowtide.kernels.operands import Rotation
 from lowtide.memory.workspace import TILE_ROWS, Buffers
 
@@ -48,35 +49,41 @@ class Rotary:
 
 
 class Rotations:
-    """Rotations of one pass's rows, computed once and shared by all layers.
+    """Rotations of one pass's rows, by rotary embedding, computed once and shared by all layers.
 
     In a long pass they are recomputed per tile and layer, the cheapest part of a layer.
     """
 
     def __init__(
-        self, rotary: Rotary, positions: Tensor, dtype: torch.dtype, workspace: Buffers
+        self,
+        rotaries: Mapping[Rope, Rotary],
+        positions: Tensor,
+        dtype: torch.dtype,
+        workspace: Buffers,
     ) -> None:
-        """positions: [rows] int64."""
-        self._rotary = rotary
+        """rotaries: of all rotary embeddings that layers have; positions: [rows] int64."""
+        self._rotaries = rotaries
         self._positions = positions
         self._dtype = dtype
         self._workspace = workspace
-        is_short = len(positions) <= TILE_ROWS
-        self._shared = rotary.rotation(positions, dtype, workspace) if is_short else None
+        self._shared: dict[Rope, Rotation] = {}
+        if len(positions) <= TILE_ROWS:
+            for rope, rotary in rotaries.items():
+                self._shared[rope] = rotary.rotation(positions, dtype, workspace)
 
-    @property
-    def whole(self) -> Rotation:
-        """The rotation of all rows."""
-        return self.of(slice(0, len(self._positions)))
+    def whole(self, rope: Rope) -> Rotation:
+        """Return the rotation of all rows."""
+        return self.of(rope, slice(0, len(self._positions)))
 
-    def of(self, rows: slice) -> Rotation:
+    def of(self, rope: Rope, rows: slice) -> Rotation:
         """Return the rotation of a tile's rows.
 
         A short pass is one tile; in a long one the result lives until the enclosing scope ends.
         """
-        if self._shared is not None:
-            return self._shared
-        return self._rotary.rotation(self._positions[rows], self._dtype, self._workspace)
+        if rope in self._shared:
+            return self._shared[rope]
+        rotary = self._rotaries[rope]
+        return rotary.rotation(self._positions[rows], self._dtype, self._workspace)
 
 
 def _stretched(inv_freq: Tensor, theta: float, yarn: Yarn) -> Tensor:

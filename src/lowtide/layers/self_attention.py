@@ -53,22 +53,42 @@ class GroupedAttention:
         kv_cache: KVCache,
         compute: Compute,
         sinks: Tensor | None = None,
+        gate: Linear | None = None,
+        post_norm: Norm | None = None,
     ) -> None:
-        """layer: of the model, whose config has its heads and window; sinks: see `Scores`."""
+        """layer: of the model, whose config has its heads and window.
+
+        sinks: see `Scores`.
+        gate: from hidden states to `query_size`, for a spec that `has_gate`.
+        post_norm: of the output, before it is added.
+        """
         self._spec = config.mixer(AttentionSpec, layer)
+        self._factor = config.multipliers.residual
+        self._gate, self._post_norm = gate, post_norm
+        self._is_usual = (
+            self._spec.rope in config.ropes[:1]
+            and not self._spec.has_value_norm
+            and gate is None
+            and post_norm is None
+            and self._factor == 1
+        )
+        self._value_norm = None
+        if self._spec.has_value_norm:
+            ones = torch.ones(self._spec.head_dim, device=compute.device)
+            self._value_norm = Norm(ones, config.rms_norm_eps, compute)
         self._eps = config.rms_norm_eps
         self._projection = projection
         self._output = output
         self._norms = norms
         self._compute = compute
-        scores = Scores(window=self._spec.window, sinks=sinks)
+        scores = Scores(self._spec.scale, self._spec.window, sinks)
         self._attention = CachedAttention(layer, kv_cache, compute, scores)
 
     def parts(self, norm: Norm) -> GroupedParts | None:
-        """Return parts for kernels that run whole layers; None if there is no cache."""
+        """Return parts for kernels that run whole layers; None for what these lack."""
         layer, kv_cache, _, scores = self._attention
         arrays = kv_cache.arrays(layer)
-        if arrays is None:
+        if arrays is None or not self._is_usual:
             return None
         norms = self._norms or (None, None)
         query_norm, key_norm = (None if x is None else NormParts(x, self._eps) for x in norms)
@@ -103,7 +123,7 @@ class GroupedAttention:
         self._attention.store(key, value, inputs.segments)
         self._attention.attend(query, inputs.segments, attended)
         workspace.give_back(qkv)
-        self._add(attended, x)
+        self._add(attended, x, inputs.norm)
 
     def _run_tiles(self, inputs: _Inputs) -> None:
         x, workspace, spec = inputs.x, self._compute.workspace, self._spec
@@ -143,7 +163,7 @@ class GroupedAttention:
             rows = own(run.rows)
             self._attention.attend_run(run, rows, rows)
         for tile in chunk.finished:
-            self._add(own(tile), inputs.x[tile])
+            self._add(own(tile), inputs.x[tile], inputs.norm)
         if chunk.finished:
             _move(window, chunk.waiting.start - chunk.start, num_rows_of(chunk.waiting))
 
@@ -163,9 +183,15 @@ class GroupedAttention:
         num_cores = self._compute.executor.num_cores
         with workspace.scope():
             products.forward(inputs.norm.of(inputs.x[tile]), out.view(len(out), -1))
-        turned = out[:, : num_queries + self._spec.num_kv_heads]
+        num_turned, rope = num_queries + self._spec.num_kv_heads, self._spec.rope
+        turned, values = out[:, :num_turned], out[:, num_turned:]
+        if self._value_norm is not None and values.shape[1]:
+            self._value_norm.apply(values)
+        if rope is None:
+            self._normalise(turned, num_queries)
+            return
         with workspace.scope():
-            rotation = inputs.rotations.of(tile)
+            rotation = inputs.rotations.of(rope, tile)
             if self._norms is None:
                 kernels.rotate(turned, rotation, workspace, num_cores)
             else:
@@ -173,12 +199,32 @@ class GroupedAttention:
                     turned, num_queries, self._norms, self._eps, rotation, workspace, num_cores
                 )
 
-    def _add(self, attended: Tensor, x: Tensor) -> None:
-        """Compute `x += output(attended)`."""
+    def _normalise(self, turned: Tensor, num_queries: int) -> None:
+        """Normalise queries and keys where nothing rotates them; they are [rows, heads, dim]."""
+        for heads, weight in zip(
+            (turned[:, :num_queries], turned[:, num_queries:]), self._norms or (), strict=False
+        ):
+            if weight.shape[0] != self._spec.head_dim:  # all heads together
+                heads = heads.flatten(1, 2)
+            if heads.shape[1]:
+                Norm(weight, self._eps, self._compute).apply(heads)
+
+    def _add(self, attended: Tensor, x: Tensor, norm: Norm) -> None:
+        """Compute `x += output(attended)`, gated and normalised as the model has it."""
         workspace = self._compute.workspace
+        attended = attended.view(len(x), -1)
+        if self._gate is not None:
+            with workspace.scope():
+                gates = workspace.take("attention gate", tuple(attended.shape), x.dtype)
+                self._gate.forward(norm.of(x), gates)
+                attended.mul_(gates.sigmoid_())
         with workspace.scope():
             update = workspace.take("update", tuple(x.shape), x.dtype)
-            self._output.forward(attended.view(len(x), -1), update)
+            self._output.forward(attended, update)
+            if self._post_norm is not None:
+                self._post_norm.apply(update)
+            if self._factor != 1:
+                update.mul_(self._factor)
             x.add_(update)
 
 

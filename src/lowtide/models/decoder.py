@@ -1,8 +1,7 @@
-"""The decoder that all families share: embedding, pre-norm layers, last norm, head.
+"""The decoder that all families share: embedding, layers, last norm, head.
 
-  x += attention(norm(x)), then x += mlp(norm(x))
-
-A family defines its attention, router and shared expert, and their tensor names.
+A family defines its attention, router and shared expert, and their tensor names. Its layers are
+usually `x += attention(norm(x))`, then `x += mlp(norm(x))`; it may write others (`Block`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lowtide.config import AttentionSpec, ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.errors import InternalError
 from lowtide.experts.rows import LayerCall, Routing
-from lowtide.kernels.layer_parts import MixerParts
+from lowtide.kernels.layer_parts import LayerParts, MixerParts
 from lowtide.kernels.operands import HeadNorms, Matrix
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
@@ -65,6 +64,32 @@ class Attention(Protocol):
         ...
 
 
+class Block:
+    """One layer, whose `forward` is a short list of statements.
+
+    What they take of the workspace lives until their scope ends. Many rows go through an MLP in
+    chunks (`in_chunks`); attention and experts divide theirs themselves.
+    """
+
+    parts: LayerParts | None = None
+    """Parts of the layer for kernels that run it whole; None for a layer unlike the usual ones."""
+
+    whole: WholeLayer | None = None
+    """The layer for these kernels; None if they lack it."""
+
+    def forward(
+        self, x: Tensor, batch: Batch, rotations: Rotations, short: ShortPass | None
+    ) -> None:
+        """Compute the layer: x [rows, hidden], updated in place.
+
+        short: the short pass, if the kernels take the rows; of interest for `whole` alone.
+        """
+        raise NotImplementedError
+
+    def register_experts(self, x: Tensor, config: ModelConfig, step: Step) -> None:
+        """Take what the experts of a `whole` layer take, if it has any, on the meta device."""
+
+
 class Decoder:
     """The model: `forward` computes hidden states, `logits` the rows that are wanted."""
 
@@ -90,13 +115,16 @@ class Decoder:
         self._embedding = weights[f"{names.embedding}.weight"]
         head = self._embedding if is_tied else weights[f"{names.head}.weight"]
         norm = self.tensor(f"{names.norm}.weight")
-        self._head = LogitsHead(norm, config.rms_norm_eps, head, compute)
-        [rope] = config.ropes
-        self._rotary = Rotary(
-            rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn, rope.divisors
-        )
+        *_, factor, cap = config.multipliers
+        self._head = LogitsHead(norm, config.rms_norm_eps, head, compute, factor, cap)
+        self._rotaries = {
+            rope: Rotary(
+                rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn, rope.divisors
+            )
+            for rope in config.ropes
+        }
         self.routers: list[Router] = []  # of the layers that have experts
-        self._blocks = [self._block(layer) for layer in range(config.num_layers)]
+        self._blocks = [self.block(layer) for layer in range(config.num_layers)]
         self._layer_parts = [block.parts for block in self._blocks if block.parts is not None]
         self._short_pass: ShortPass | None = None  # the last
         self._whole_model = WholeModel.of([block.whole for block in self._blocks], experts)
@@ -123,6 +151,21 @@ class Decoder:
     def is_float32(name: str) -> bool:
         """Return True if a dense weight is kept in float32 for any compute dtype."""
         return False
+
+    @staticmethod
+    def adjust(name: str, weight: Tensor) -> None:
+        """Change a dense weight in place as it was loaded, where files store another number.
+
+        An example is a norm that multiplies by 1 + w, kept in float32. It is not called where a
+        config `is_adjusted`, as that of a GGUF file may be.
+        """
+
+    def block(self, layer: int) -> Block:
+        """Make a layer, by default of a norm before its mixer and a norm before its MLPs.
+
+        A part that its `LayerSpec` lacks is left out, with its norm.
+        """
+        return _UsualBlock(self, layer)
 
     def attention(self, layer: int) -> Attention:
         """Make the attention of a layer, by default over separate projections.
@@ -157,6 +200,13 @@ class Decoder:
             normalise=self.config.moe.norm_topk_prob,
             rounds_weights=True,
         )
+
+    def moe(self, layer: int) -> MoELayer:
+        """Make the experts of a layer, and their router; once, and in the order of layers."""
+        self.routers.append(self.router(layer))
+        index = self.config.moe_layers.index(layer)
+        shared = self.shared_expert(layer)
+        return MoELayer(index, self.routers[-1], self._experts, self.compute, *shared)
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
         """Return the shared expert of a layer and the gate [1, hidden] of its output, if any."""
@@ -206,7 +256,9 @@ class Decoder:
         self._hidden_end = workspace.state
         token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
-        rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
+        if self.config.multipliers.embedding != 1:
+            x.mul_(self.config.multipliers.embedding)
+        rotations = Rotations(self._rotaries, positions, self.rotation_dtype or dtype, workspace)
         if x.is_meta and dtype is torch.bfloat16 and num_rows <= TILE_ROWS:
             self._register_short_pass(x, batch)
         short = self._begin_short_pass(x, batch, rotations)
@@ -285,10 +337,11 @@ class Decoder:
         It is reused as long as the workspace hands out the same memory for the rows, that is until
         its plan or their number changes.
         """
-        if not self.compute.kernels.takes_rows(x):
+        if not self.compute.kernels.takes_rows(x) or not self.config.ropes:
             return None
         if self._short_pass is None or self._short_pass.x is not x:
-            self._short_pass = ShortPass(x, self.compute, self._layer_parts)
+            rope, layers = self.config.ropes[0], self._layer_parts
+            self._short_pass = ShortPass(x, rope, self.compute, layers)
         self._short_pass.begin(batch, rotations, self.kv_cache)
         return self._short_pass
 
@@ -301,52 +354,33 @@ class Decoder:
     def _bias(self, name: str) -> Tensor | None:
         return self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights else None
 
-    def _block(self, layer: int) -> _Block:
-        names, prefix = self.names, self.names.layer(layer)
-        moe = dense = None
-        if layer in self.config.moe_layers:
-            index = self.config.moe_layers.index(layer)
-            self.routers.append(self.router(layer))
-            moe = MoELayer(
-                index, self.routers[-1], self._experts, self.compute, *self.shared_expert(layer)
-            )
-        else:
-            dense = self.mlp(prefix, names.mlp)
-        return _Block(
-            self.attention(layer),
-            moe,
-            dense,
-            self.norm(f"{prefix}{names.attention_norm}.weight"),
-            self.norm(f"{prefix}{names.mlp_norm}.weight"),
-            self.compute,
-        )
 
+class _UsualBlock(Block):
+    """Adds its attention, then its MLP: a dense one, experts, or both on the same hidden states."""
 
-class _Block:
-    """One layer, with either `moe` or `dense`."""
-
-    def __init__(
-        self,
-        attention: Attention,
-        moe: MoELayer | None,
-        dense: GatedMLP | None,
-        attention_norm: Norm,
-        mlp_norm: Norm,
-        compute: Compute,
-    ) -> None:
-        self.parts = layer_parts(attention.parts(attention_norm), mlp_norm, moe, dense)
-        self.whole = WholeLayer.of(self.parts, moe, compute)
-        self._attention = attention
-        self._moe = moe
-        self._dense = dense
-        self._attention_norm = attention_norm
-        self._mlp_norm = mlp_norm
+    def __init__(self, decoder: Decoder, layer: int) -> None:
+        spec, names = decoder.config.layers[layer], decoder.names
+        prefix, compute = names.layer(layer), decoder.compute
+        self._moe = None if spec.experts is None else decoder.moe(layer)
+        self._dense = None if spec.dense is None else decoder.mlp(prefix, names.mlp)
+        self._attention, self._attention_norm, mixer = None, None, None
+        if spec.mixer is not None:
+            self._attention = decoder.attention(layer)
+            self._attention_norm = decoder.norm(f"{prefix}{names.attention_norm}.weight")
+            mixer = self._attention.parts(self._attention_norm)
+        self._mlp_norm = None
+        self._factor = decoder.config.multipliers.residual
+        if spec.mlp is not None:
+            self._mlp_norm = decoder.norm(f"{prefix}{names.mlp_norm}.weight")
+            has_one = self._moe is None or self._dense is None
+            if has_one and spec.mixer is not None and self._factor == 1:
+                self.parts = layer_parts(mixer, self._mlp_norm, self._moe, self._dense)
+                self.whole = WholeLayer.of(self.parts, self._moe, compute)
         self._workspace = compute.workspace
 
     def forward(
         self, x: Tensor, batch: Batch, rotations: Rotations, short: ShortPass | None
     ) -> None:
-        """Compute the layer; short: the short pass, if the kernels take the rows."""
         if short is None or self.whole is None or not self.whole.takes(short):
             self._attend(x, batch, rotations)
             self._run_mlp(x, batch)
@@ -356,25 +390,37 @@ class _Block:
         self.whole.forward(short, batch)
 
     def register_experts(self, x: Tensor, config: ModelConfig, step: Step) -> None:
-        """Take what the layer's experts take, if it has any, on the meta device."""
         if self._moe is not None:
             self._moe.register_experts(x, config.moe.num_experts_per_token, step)
 
     def _attend(self, x: Tensor, batch: Batch, rotations: Rotations) -> None:
-        with self._workspace.scope():
-            self._attention.forward(x, self._attention_norm, batch, rotations)
+        if self._attention is not None and self._attention_norm is not None:
+            with self._workspace.scope():
+                self._attention.forward(x, self._attention_norm, batch, rotations)
 
     def _run_mlp(self, x: Tensor, batch: Batch) -> None:
-        if self._moe is not None:
+        if self._mlp_norm is None:
+            return
+        if self._moe is None and self._dense is not None:
+            add = partial(self._add_mlp, self._dense, self._mlp_norm)
+            in_chunks("mlp", self._workspace, add, x)
+        elif self._moe is not None:
             with self._workspace.scope():
                 update = self._mlp_norm.of(x)  # what it is made of, to begin with
+                beside = None
+                if self._dense is not None:
+                    beside = self._workspace.take("dense", tuple(x.shape), x.dtype)
+                    in_chunks("mlp", self._workspace, self._dense.forward, update, beside)
                 self._moe.forward(update, batch, update)
-                x.add_(update)
-        elif self._dense is not None:
-            in_chunks("mlp", self._workspace, partial(self._add_mlp, self._dense), x)
+                self._add(update if beside is None else update.add_(beside), x)
 
-    def _add_mlp(self, mlp: GatedMLP, x: Tensor) -> None:
+    def _add_mlp(self, mlp: GatedMLP, norm: Norm, x: Tensor) -> None:
         with self._workspace.scope():
-            update = self._mlp_norm.of(x)
+            update = norm.of(x)
             mlp.forward(update, update)
-            x.add_(update)
+            self._add(update, x)
+
+    def _add(self, update: Tensor, x: Tensor) -> None:
+        if self._factor != 1:
+            update.mul_(self._factor)
+        x.add_(update)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lowtide.config import ModelConfig
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, TensorSpec, expert_storages
 
 Part = Callable[[ModelConfig, str], list[TensorSpec]]
-"""Function that lists the tensors of one part of a layer, given the prefix of their names."""
+"""Function that lists the tensors of one part of a layer.
+
+It is given the model's config with this layer alone, and the prefix of their names.
+"""
 
 
 def decoder(
@@ -28,19 +32,21 @@ def decoder(
     absent: see `ModelSchema`.
     """
     experts = config.experts
+    alone = {kind: replace(config, layers=(kind,)) for kind in config.kinds}
     vocabulary = (config.vocab_size, config.hidden_size)
     dense = [TensorSpec(f"{names.embedding}.weight", vocabulary)]
-    for layer in range(config.num_layers):
-        prefix = names.layer(layer)
-        dense += attention(config, prefix)
-        dense += [
-            vector(f"{prefix}{norm}.weight", config.hidden_size)
-            for norm in (names.attention_norm, names.mlp_norm)
-        ]
-        if layer in config.moe_layers:
-            dense += moe(config, prefix)
-        else:
-            dense += mlp(prefix, config.dense_size, config.hidden_size, names.mlp)
+    for layer, kind in enumerate(config.layers):
+        prefix, norms = names.layer(layer), []
+        if kind.mixer is not None:
+            dense += attention(alone[kind], prefix)
+            norms.append(names.attention_norm)
+        if kind.mlp is not None:
+            norms.append(names.mlp_norm)
+        dense += [vector(f"{prefix}{norm}.weight", config.hidden_size) for norm in norms]
+        if kind.experts is not None:
+            dense += moe(alone[kind], prefix)
+        if kind.dense is not None:
+            dense += mlp(prefix, kind.dense.size, config.hidden_size, names.mlp)
     dense.append(vector(f"{names.norm}.weight", config.hidden_size))
     if not config.tie_word_embeddings:
         dense.append(TensorSpec(f"{names.head}.weight", vocabulary))

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import MoEShape
@@ -49,7 +50,7 @@ from lowtide.memory.kv_pages import KVLayout
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.transient_kv import TransientKV
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.models.decoder import Weights
+from lowtide.models.decoder import Decoder, Weights
 from lowtide.plan import MemoryPlan
 from lowtide.progress import Progress
 from lowtide.reading.dense_weights import DenseWeights
@@ -97,6 +98,9 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
             shared=None if shared is None else shared.room,
         )
         weights = _load_dense(memory.dense, device, reader, asked.report)
+        model_class = families()[config.family].model()
+        if not config.is_adjusted:
+            _adjust(model_class, weights)
         kv_cache = _kv_cache(context, memory.dtype, device, asked.elastic, shared)
         # Beside a device the host's threads are its experts'.
         threads = executor if plan.gpu is None else InlineExecutor()
@@ -117,7 +121,6 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
             )
             elastic = None if shared is None else ElasticMemory(shared, experts, plan)
         undo.callback(experts.close)
-        model_class = families()[config.family].model()
         model = model_class(config, weights, experts, kv_cache, compute)
         stored = None
         if files is not None:
@@ -185,6 +188,12 @@ def _load_dense(
         return dense.load(reader, report)
     with plan_errors(dense.num_bytes, "GPU memory for dense weights"):
         return dense.load_onto(device, reader, report)
+
+
+def _adjust(model_class: type[Decoder], weights: Weights) -> None:
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor):
+            model_class.adjust(name, weight)
 
 
 def _dense_device(plan: MemoryPlan) -> torch.device:

@@ -158,7 +158,7 @@ class LatentAttention:
 
     def forward(self, hidden: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """Compute `hidden += attention(norm(hidden))`; hidden [rows, hidden], compute dtype."""
-        x, rotation = norm.of(hidden), rotations.whole
+        x, rotation = norm.of(hidden), rotations.whole(self._spec.rope)
         spec, num_rows = self._spec, x.shape[0]
         kernels, workspace = self._compute.kernels, self._compute.workspace
         rank, width = spec.kv_lora_rank, spec.kv_lora_rank + spec.rope.rotary_dim
