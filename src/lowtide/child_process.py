@@ -160,7 +160,7 @@ class _Lane:
             os.close(asked)
             raise
         self.of_child = (asked, answered)
-        os.set_blocking(self.questions, False)  # a child that reads none holds nobody up
+        os.set_blocking(self.questions, False)  # a child that does not read must not block us
 
     def close_child_s_ends(self) -> None:
         """Close the child's ends of the pipes, once the child has them."""
@@ -247,7 +247,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _write(pipe: int, data: bytes, end_s: float) -> None:
-    """Write all of it. Raises TimeoutError, OSError once nobody reads."""
+    """Write all data. Raise TimeoutError, or OSError if the other end is closed."""
     rest = memoryview(data)
     while rest:
         try:
@@ -257,7 +257,7 @@ def _write(pipe: int, data: bytes, end_s: float) -> None:
 
 
 def _read_line(pipe: int, end_s: float) -> bytes:
-    """Read a line, or what there is of it where the other end is closed. Raises TimeoutError."""
+    """Read a line, or its beginning if the other end is closed. Raise TimeoutError."""
     parts: list[bytes] = []
     while not parts or not parts[-1].endswith(b"\n"):
         _wait(pipe, select.POLLIN, end_s)
@@ -269,7 +269,7 @@ def _read_line(pipe: int, end_s: float) -> bytes:
 
 
 def _wait(pipe: int, event: int, end_s: float) -> None:
-    """Wait until a pipe can be read or written, or its other end is closed."""
+    """Wait until a pipe is ready or its other end is closed. Raise TimeoutError."""
     poll = select.poll()
     poll.register(pipe, event)
     if not poll.poll(max(0, math.ceil(1000 * (end_s - time.monotonic())))):

@@ -28,7 +28,7 @@ class Special(NamedTuple):
 Item = str | Mark | Special
 
 _FEW_TOKENS = 64
-"""Tokens that are tried as one text at first: more after those without a mark."""
+"""Tokens that are first decoded together; twice as many each time there is no mark in them."""
 
 
 def last_mark(
@@ -76,7 +76,7 @@ class MarkedText:
                 self._last = ""
             text = self._plain_text(run)
             if text is None and len(run) > 1:
-                most = len(run) // 2  # a mark is written in it: what stands before is shorter
+                most = len(run) // 2  # it contains a mark: try the text before it
                 continue
             if text is None:
                 run = token_ids[place : place + 1]

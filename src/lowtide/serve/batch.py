@@ -36,8 +36,7 @@ _RETRIED = (429, 500, 503)
 """Statuses of what may pass: a full queue, a fault, an engine that is busy."""
 
 BEGUN_TOGETHER = 32
-"""Lines whose prompts are made together at the beginning: passes begin with them, while the others
-are read."""
+"""Lines begun together at the start of a batch: their passes begin while other lines are read."""
 
 FINISH_S = 30.0
 """What lines under way have to come to their end once a run is to stop."""
@@ -78,7 +77,7 @@ class Answerer:
         for number in range(NUM_TRIES):
             self._service.llm.expect(1)
             status, text = await _posted(self._app, line["url"], request)
-            if status != 200:  # the engine was not asked, or all of the answer was lost
+            if status != 200:  # a refused line brings no request
                 self._service.llm.expect(-1)
             if self._service.state == "ended":
                 raise InternalError(f"The engine has ended: {_message(text)}")
@@ -102,7 +101,7 @@ async def answering(
         max_requests=at_once * MAX_ANSWERS,
         max_queued_tokens=_MAX_QUEUED_TOKENS,
     )
-    # To whoever waits for all lines, none is late: prompts need not leave time for answers.
+    # One caller waits for all lines, so their prompts need not leave time for answers.
     service = Service(llm, settings, caller=new_caller())
     async with service.running():
         yield Answerer(service)

@@ -76,7 +76,7 @@ QUEUED_CONTEXTS = 8
 """Default limit of waiting prompt tokens, in contexts."""
 
 SHORT_CHARS, SHORT_TURNS = 8 << 10, 64
-"""Of a prompt that is made beside others in one thread."""
+"""Longest prompt that is made together with others in one thread."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class Ask:
 
     @property
     def has_form(self) -> bool:
-        """Whether a grammar may have to be compiled for it."""
+        """Return True if a grammar may have to be compiled."""
         return self.constraint is not None or bool(self.tools)
 
     @property
     def is_short(self) -> bool:
-        """Whether its prompt is made in a moment."""
+        """Return True if the prompt takes only a moment to make."""
         if self.conversation is None:
             return len(self.prompt or ()) <= SHORT_CHARS
         turns = self.conversation.turns
@@ -129,7 +129,7 @@ class Ask:
 
 
 class _Prepared(NamedTuple):
-    """What the engine is asked. request: None where a grammar is to be compiled first."""
+    """A prompt and its request. request: None if a grammar is still to be compiled."""
 
     prompt_ids: list[int]
     request: Request | None
@@ -141,7 +141,7 @@ class Service:
     def __init__(
         self, llm: AsyncLLM, settings: ServeSettings | None = None, caller: int = 0
     ) -> None:
-        """caller: of all requests; 0: each has its own."""
+        """caller: `Request.caller` of all requests; 0: each has its own."""
         self.llm = llm
         self._caller = caller
         self.settings = settings or ServeSettings()

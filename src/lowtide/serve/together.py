@@ -1,4 +1,4 @@
-"""`Together`: small work of many requests, done by one thread in turn."""
+"""`Together`: runs small work of many requests in one thread, several pieces at a time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 MOST = 32
-"""Pieces of work that a thread is given at once: the first is told of with the last."""
+"""Most pieces given to a thread at once; their outcomes come back together."""
 
 
 class Together(Generic[A, B]):
-    """Queue of work for one thread at a time, which takes what waits together.
+    """Queue of small blocking work, done by one thread at a time, up to `MOST` pieces in a go.
 
-    A thread's beginning and end take longer than small work does, and more threads would take
-    turns at it. `work` blocks; an error is of the piece that raised it.
+    Handing work to a thread and back takes longer than the work itself. An error fails only the
+    piece that raised it.
     """
 
     def __init__(self, work: Callable[[A], B]) -> None:
@@ -26,7 +26,7 @@ class Together(Generic[A, B]):
         self._thread: asyncio.Future[list[B | BaseException]] | None = None
 
     async def __call__(self, asked: A) -> B:
-        """Return the outcome of one piece, or raise its error."""
+        """Do one piece of work; return its result or raise its error."""
         running = asyncio.get_running_loop()
         outcome: asyncio.Future[B] = running.create_future()
         self._waiting.append((asked, outcome))
@@ -39,7 +39,7 @@ class Together(Generic[A, B]):
         return thread is not None and not thread.done() and thread.get_loop() is running
 
     def _hand_over(self) -> None:
-        """Give the first of what waits to a thread, and after them the next."""
+        """Give the first waiting pieces to a thread; the next ones follow when it is done."""
         self._waiting = [each for each in self._waiting if not each[1].done()]
         part, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
         if not part:

@@ -233,7 +233,7 @@ class RunOptions:
 
 
 class SpeedFacts(NamedTuple):
-    """Facts that a model's speed is predicted from, and kept under."""
+    """Facts from which a model's speed is predicted, and under which it is stored."""
 
     folder: Path
     config: ModelConfig
