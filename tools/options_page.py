@@ -30,7 +30,7 @@ PYTHON_PAGE = _ROOT / "docs" / "python.md"
 HEAD = """# Options
 
 Written by `tools/options_page.py` from the declarations in `src/lowtide/`: \
-`engine/opening/config.py`, `params.py`, `serve/settings.py` and `cli/options.py`.
+`engine/opening/config.py`, `params.py`, `serve/settings.py`, `cli/options.py` and `lab/options.py`.
 
 An option is a flag, an environment variable and a key of a TOML file that `--config` names: \
 `--host-memory 12GiB`, `LOWTIDE_HOST_MEMORY=12GiB` and `host_memory = "12GiB"` say the same. \
