@@ -1,7 +1,7 @@
-"""Answers the lines of a batch by the server's own routes, in this process and without a socket.
+"""Answers a batch's lines by the server's own routes, in this process and without a socket.
 
-A line is checked, answered and refused as a request to the server would be. Lines that run at once
-share passes.
+A line is checked, answered and refused like a request to the server. Lines that run at the same
+time share passes.
 
     async with Answerer(llm, settings) as answerer:
         await answer_all(answerer, lines, pending, results, at_once, stop)
@@ -33,40 +33,40 @@ MAX_AT_ONCE = 256
 
 NUM_TRIES = 3
 _RETRIED = (429, 500, 503)
-"""Statuses of what may pass: a full queue, a fault, an engine that is busy."""
+"""Statuses of temporary errors: a full queue, a fault, a busy engine."""
 
 BEGUN_TOGETHER = 32
 """Lines begun together at the start of a batch: their passes begin while other lines are read."""
 
 FINISH_S = 30.0
-"""What lines under way have to come to their end once a run is to stop."""
+"""Time that running lines have to finish once a run is stopped."""
 
 _MAX_QUEUED_TOKENS = 2**31 - 1
-"""Prompts wait in their file until they run: admission has none to refuse."""
+"""No limit: lines wait in their file, so admission never needs to refuse prompts."""
 
 
 class Sink(Protocol):
-    """Where answers go: `batch_files.Results`, or standard output."""
+    """Destination of answers: `batch_files.Results`, or standard output."""
 
     def write(self, custom_id: str, line: bytes, is_error: bool) -> None: ...
 
 
 def default_at_once(llm: AsyncLLM) -> int:
-    """Return how many lines run at once unless it is said: as many as the context could hold."""
+    """Return the default number of lines that run at once: as many as the context could hold."""
     return max(1, min(MAX_AT_ONCE, llm.plan.context))
 
 
 class Answerer:
-    """Owns the app of one loaded model; made by `answering`."""
+    """The app of one loaded model, made by `answering`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._app: ASGIApp = build_app(service)
 
     async def answer(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer one line of a batch, which `batch_files` has checked, by a line of its output.
+        """Answer one checked line of a batch by a line of its output.
 
-        Raises InternalError once the engine has ended: no line can be answered any more.
+        Raises InternalError once the engine has ended, since no line can then be answered.
         """
         made = {"id": new_id("batch_req_"), "custom_id": line["custom_id"]}
         if line["url"] not in ROUTES:
@@ -95,7 +95,7 @@ class Answerer:
 async def answering(
     llm: AsyncLLM, served_name: str, at_once: int
 ) -> AsyncGenerator[Answerer, None]:
-    """Answer lines with a loaded model, `at_once` of them at a time at most."""
+    """Provide an answerer for a loaded model, with at most `at_once` lines at a time."""
     settings = ServeSettings(
         served_name=served_name,
         max_requests=at_once * MAX_ANSWERS,
@@ -108,10 +108,10 @@ async def answering(
 
 
 def body_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a line asks its route: not in a stream, by the model there is, and with a seed.
+    """Return a line's request body: not streamed, for the loaded model, and with a seed.
 
-    A seed that the line does not name is drawn from its id, so that an answer does not depend on
-    which run, or which machine, comes to it.
+    A missing seed is derived from the line's id, so that an answer does not depend on the run or
+    machine.
     """
     body = {name: each for name, each in line["body"].items() if name not in ("model", "stream")}
     if body.get("seed") is None:
@@ -129,10 +129,10 @@ async def answer_all(
     stop: asyncio.Event,
     progress: Progress,
 ) -> None:
-    """Answer `pending`, in their order, and hand each answer to `sink` as it is whole.
+    """Answer `pending` in order, and pass each answer to `sink` when it is complete.
 
-    After `stop` no line is begun, and those under way have `FINISH_S`. Raises what `sink` and
-    `Answerer.answer` raise.
+    After `stop` no further line begins, and running ones have `FINISH_S`. Raises the errors of
+    `sink` and `Answerer.answer`.
     """
     left, num_done = iter(pending), 0
 
@@ -172,7 +172,7 @@ async def _end_late(stop: asyncio.Event, workers: Sequence[asyncio.Task[None]]) 
 
 
 async def _posted(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """Ask an app, as a server would; return status and body."""
+    """Send a request to an app as a server would; return status and body."""
     headers = [(b"host", b"localhost"), (b"content-length", str(len(body)).encode())]
     scope = {
         "type": "http",
@@ -206,5 +206,5 @@ async def _posted(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 def _message(text: bytes) -> str:
-    """Read what went wrong from an answer in OpenAI's form."""
+    """Extract the message of an error in OpenAI's form."""
     return str(json.loads(text)["error"]["message"])

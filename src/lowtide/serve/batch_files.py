@@ -1,7 +1,7 @@
-"""The two files of a batch: the lines that ask, and the lines that answer.
+"""The two files of a batch: input lines with requests, and output lines with answers.
 
-Both are in the form of OpenAI's batches: a JSON object a line, told apart by `custom_id`. Nothing
-is held in memory but ids and places of lines. Imports nothing of the `serve` extra.
+Both have the form of OpenAI's batches: a JSON object per line, identified by `custom_id`. Only ids
+and positions of lines are held in memory. Imports nothing of the `serve` extra.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from lowtide.files.json_file import shown
 from lowtide.files.whole_file import whole_file
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""What a line may ask; others are answered with an error in their line."""
+"""Routes that a line may use; others get an error in their output line."""
 
 HEAD = b'{"id": "batch_req_'
-"""How each answer begins, by which a part of one is told from what is none."""
+"""Beginning of every answer, by which a partial answer is recognised."""
 
 SYNC_S = 1.0
-"""Between two times that results are made safe from a loss of power."""
+"""Interval at which results are flushed to disk."""
 
 MAX_LINE_BYTES = 64 << 20
-"""A longer line is refused: no request is so long."""
+"""Longer lines are refused: no request is that long."""
 
 
 class Asked(NamedTuple):
-    """One line: where it stands in its file, and what its answer is called by."""
+    """An input line's position in its file, and the id of its answer."""
 
     number: int  # from 1
     custom_id: str
@@ -46,13 +46,13 @@ class Asked(NamedTuple):
 
 
 class AskedLines:
-    """Index of the lines of an input file, which stays open until `close`."""
+    """Index of an input file's lines; the file stays open until `close`."""
 
     def __init__(self, file: IO[bytes], served_name: str | None = None) -> None:
         """Read and check all lines.
 
-        Raises UsageError with the number of the first wrong line, StorageError where they cannot be
-        read. served_name: the only model that may be asked for; None: any.
+        served_name: the only model that lines may name; None: any. Raises UsageError with the
+        number of the first wrong line, StorageError if the file cannot be read.
         """
         self._file = file
         try:
@@ -63,7 +63,7 @@ class AskedLines:
             raise UsageError("The input has no lines: there is nothing to answer.")
 
     def request(self, asked: Asked) -> dict[str, Any]:
-        """Read a line again. Raises UsageError where the file has been changed meanwhile."""
+        """Read a line again. Raise UsageError if the file has changed."""
         try:
             self._file.seek(asked.start)
             text = self._file.read(asked.num_bytes)
@@ -78,15 +78,15 @@ class AskedLines:
         return read
 
     def shard(self, index: int, count: int) -> list[Asked]:
-        """Return every `count`-th line, from the `index`-th on (from 1)."""
+        """Return every `count`-th line, starting with the `index`-th (from 1)."""
         return self.lines[index - 1 :: count]
 
 
 @dataclass
 class Results:
-    """An output file under a lock: whole lines, of which each is written once.
+    """A locked output file, in which each answer is one complete line.
 
-    Made by `open`; `done` are the ids that are answered, `errors` those of them by an error.
+    Made by `open`. done: ids with an answer. errors: those whose answer is an error.
     """
 
     path: Path
@@ -97,11 +97,11 @@ class Results:
 
     @classmethod
     def open(cls, path: Path, source: IO[bytes] | None, known: Mapping[str, Asked]) -> Results:
-        """Open what an earlier run has written, or a new file; a last line without its end is cut.
+        """Open an earlier run's output or a new file; an incomplete last line is cut off.
 
         source: the input, which must be another file. known: the input's lines by id. Raises
-        UsageError for a file that is no output of this input or that another run writes to,
-        StorageError where it cannot be written.
+        UsageError for a file that is not an output of this input or is being written by another
+        run, StorageError if it cannot be written.
         """
         try:
             # Not truncated, and never replaced: what is there are answers.
@@ -124,7 +124,7 @@ class Results:
             raise
 
     def write(self, custom_id: str, line: bytes, is_error: bool) -> None:
-        """Append an answer. Raises StorageError, with nothing of it in the file."""
+        """Append an answer. Raise StorageError, leaving no part of it in the file."""
         start = self.file.seek(0, os.SEEK_END)
         try:
             left = memoryview(line)
@@ -141,7 +141,7 @@ class Results:
             self.sync()
 
     def sync(self) -> None:
-        """Make what was written safe from a loss of power."""
+        """Flush to disk, so that a power failure loses nothing."""
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
@@ -150,7 +150,7 @@ class Results:
         self.synced_s = time.monotonic()
 
     def sort(self, order: list[Asked]) -> None:
-        """Write the file anew with its answers in the order of `order`, all at once."""
+        """Rewrite the file atomically, with its answers in the order of `order`."""
         places = [self.done[asked.custom_id] for asked in order if asked.custom_id in self.done]
         if places == sorted(places):
             return
@@ -161,7 +161,7 @@ class Results:
                     sorted_file.write(reader.read(num_bytes))
 
     def close(self) -> None:
-        """Make safe what there is, however the run has ended, and release the file to others."""
+        """Flush the file and release its lock, however the run has ended."""
         with suppress(OSError):
             os.fsync(self.file.fileno())
         self.file.close()
@@ -173,7 +173,7 @@ class Results:
             return
 
     def _reader(self) -> IO[bytes]:
-        """The same file from its beginning, read in larger pieces."""
+        """Open the same file from its beginning, with a larger buffer."""
         self.file.seek(0)
         return os.fdopen(os.dup(self.file.fileno()), "rb")
 
@@ -198,10 +198,10 @@ class Results:
 
 
 class Stream:
-    """Answers on standard output, which nothing can be read back from."""
+    """Answers on standard output, which cannot be read back."""
 
     def __init__(self, file: IO[bytes], order: Sequence[Asked] = ()) -> None:
-        """order: of all lines, in which answers are printed; by default each is as it comes."""
+        """order: all lines, in the output's order; by default answers are printed as they come."""
         self._file = file
         self._left = deque(asked.custom_id for asked in order)
         self._held: dict[str, bytes] = {}
@@ -209,9 +209,9 @@ class Stream:
         self.errors: set[str] = set()
 
     def write(self, custom_id: str, line: bytes, is_error: bool) -> None:
-        """Print an answer, or hold it until those before it have come.
+        """Print an answer, or hold it back until all earlier ones are printed.
 
-        Raises BrokenPipeError where nobody reads on.
+        Raises BrokenPipeError if the reader has gone.
         """
         self.done[custom_id] = (0, 0)
         if is_error:
@@ -223,7 +223,7 @@ class Stream:
             self._print(self._left.popleft())
 
     def close(self) -> None:
-        """Print what is held still: the run has ended early."""
+        """Print what is still held back, because the run has ended early."""
         while self._held:
             custom_id = self._left.popleft()
             if custom_id in self._held:
@@ -235,7 +235,7 @@ class Stream:
 
 
 def is_error(answer: Mapping[str, Any]) -> bool:
-    """Return whether an answer's line tells of an error in place of a result."""
+    """Return True if an answer's line is an error."""
     response = answer.get("response")
     return bool(answer.get("error")) or not response or response.get("status_code") != 200
 
@@ -271,7 +271,7 @@ def _parsed(line: bytes, number: int) -> dict[str, Any]:
 
 
 def _checked(read: object, number: int) -> dict[str, Any]:
-    """Raises UsageError for what is no line of a batch."""
+    """Return a valid batch line. Raise UsageError for anything else."""
     if not isinstance(read, dict):
         raise UsageError(f"Line {number} of the input is no JSON object.")
     for name, kind, noun in (

@@ -1,8 +1,8 @@
-"""Answers the lines of a batch on all nodes of a Ray cluster; this process alone writes.
+"""Answers a batch's lines on all nodes of a Ray cluster; only this process writes.
 
-Each engine answers as many lines at once as `batch.answer_all` would. The lines of a worker that is
-lost are given to another. Ray may hand on an answer twice then, or none of a line: what was written
-is passed over, and what is missing is asked once more.
+Each engine answers as many lines at once as `batch.answer_all` would. The lines of a lost worker go
+to another. Ray may then deliver an answer twice, or none for a line: repeated answers are ignored,
+and missing ones are requested once more.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from lowtide.serve.batch_files import Asked, AskedLines, is_error
 from lowtide.serve.ray_share import Share, node_resources, share_of, with_own_cores
 
 _PARTS_PER_WORKER = 8
-"""Parts that lines are divided into, at least: a worker that comes late still finds some."""
+"""Least number of parts per worker, so that a late worker still finds some."""
 
 _WIDTHS_PER_PART = 4
-"""Lines of a part, at most, in those that run at once: at its end fewer run."""
+"""Most lines of a part, in multiples of the lines that run at once; at a part's end fewer run."""
 
 _BATCHES_AT_ONCE = 4
-"""How many calls of a worker Ray has under way in one part; more lines than may run at once wait
-in the worker."""
+"""Calls of a worker that Ray runs at a time in one part; further lines wait in the worker."""
 
 _ROUNDS = 3
-"""How often lines are handed to Ray before those without an answer are an error."""
+"""Most times that lines are handed to Ray; those still without an answer are then an error."""
 
 
 class Worker:
@@ -53,7 +52,7 @@ class Worker:
         self._stack = AsyncExitStack()
 
     async def __call__(self, batch: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Answer lines, as each is whole."""
+        """Answer lines, each as soon as it is complete."""
         if self._answerer is None:
             context = answering(self._llm, self._served_name, self._at_once)
             self._answerer = await self._stack.enter_async_context(context)
@@ -76,10 +75,10 @@ def answer_on_cluster(
     at_once: int | None,
     progress: Progress,
 ) -> None:
-    """Answer `pending`, in any order, on the cluster of `RAY_ADDRESS` or a new one on this machine.
+    """Answer `pending`, in any order, on the cluster of `RAY_ADDRESS` or a new local one.
 
-    Raises UsageError or PlanError where no node can hold the model, InternalError where lines have
-    no answer in the end, and what `sink` raises.
+    Raises UsageError or PlanError if no node can hold the model, InternalError if lines remain
+    without an answer, and the errors of `sink`.
     """
     with _connected():
         cores = options.get("cores")
