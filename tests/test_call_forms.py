@@ -88,6 +88,16 @@ def test_glm_s_values_are_raw_texts_or_json(form: CallFormat) -> None:
     assert calls_of(form, asked) == [("get_time", {"city": "Bern"})]
 
 
+def test_glm_s_calls_with_blanks_and_text_between() -> None:
+    value = "<arg_key>city</arg_key>\n    <arg_value>A</arg_value>"
+    one = f"<tool_call>get_time\n    {value}\n    </tool_call>"
+    text = f"First.\n\n{one}\n\nmeanwhile\n\n{one}"
+    call = ("get_time", {"city": "A"})
+    assert calls_of(GLM, text) == [("Text", "First."), call, ("Text", "meanwhile"), call]
+    unclosed = one.removesuffix("</tool_call>")
+    assert calls_of(GLM, unclosed) == [("Text", unclosed)]
+
+
 def test_glm_s_marks_in_text_are_text() -> None:
     for text in ("a <tool_call> b", "<tool_call>not a call", "<tool_call></tool_call>"):
         assert calls_of(GLM, text) == [("Text", text)]
@@ -155,6 +165,28 @@ def test_kimi_s_calls_and_their_ids() -> None:
     assert len(set(ids)) == 4 and all(each.startswith("call_") for each in ids[2:])
 
 
+def test_kimi_s_call_that_is_a_number_alone() -> None:
+    """Its tool is the only one that has such arguments."""
+    begin, end, one_begin, one_end, separator = KIMI_MARKS
+
+    def called(arguments: str) -> str:
+        return f"{begin}{one_begin}0 {separator}{arguments}{one_end}{end}"
+
+    assert calls_of(KIMI, called('{"city": "Bern"}')) == [("get_time", {"city": "Bern"})]
+    assert calls_of(KIMI, called('{"n": 1}')) == [("count", {"n": 1})]
+    for text in (called('{"other": 1}'), called('{"n": 1'), called("{}")):
+        assert calls_of(KIMI, text) == [("Text", text)]
+
+
+def test_kimi_s_broken_arguments_are_those_of_their_own_call() -> None:
+    begin, end, one_begin, one_end, separator = KIMI_MARKS
+    broken = f'{one_begin}functions.get_time:0{separator}{{"city": "a"{one_end}'
+    whole = f"{one_begin}functions.none:1{separator}{{}}{one_end}"
+    for step in STEPS:
+        found = read(KIMI.tokenizer, begin + broken + whole + end, TOOLS, step=step)
+        assert found == [("call", "get_time", '{"city": "a"'), as_told("none", {})]
+
+
 def test_kimi_s_calls_in_thoughts_that_are_not_closed() -> None:
     begin, end, one_begin, one_end, separator = KIMI_MARKS
     call = f"{one_begin}functions.none:0{separator}{{}}{one_end}"
@@ -182,6 +214,13 @@ def test_kimi_s_calls_in_thoughts_that_are_not_closed() -> None:
         ("tags=(1, 2)", {"tags": [1, 2]}),
         ("tags=[]", {"tags": []}),
         ("code=Paris", {"code": "Paris"}),
+        ("tags={'a', 'b'}", {"tags": ["a", "b"]}),
+        ("tags={}, n=007", {"tags": {}, "n": 7}),
+        ("n=-05, code=r'a\\n'", {"n": -5, "code": "a\\n"}),
+        ("code='sed -n '1,4p' /a/b.py'", {"code": "sed -n '1,4p' /a/b.py"}),
+        ("code='grep \"]\" a | python -c \"f(x='\\,')\"', n=1",
+         {"code": "grep \"]\" a | python -c \"f(x='\\,')\"", "n": 1}),
+        ("code='a\x00b\n'", {"code": "a\x00b\n"}),
         ("more={'a': 1}", {"more": {"a": 1}}),
         ("", {}),
     ],
@@ -228,6 +267,9 @@ def test_lfm2_s_mark_in_a_text_belongs_to_it() -> None:
         ("code:12", {"code": "12"}),
         ('n:<|"|>12<|"|>', {"n": 12}),
         ("code:London", {"code": "London"}),
+        ("code:,n:1", {"code": "", "n": 1}),
+        ("n:3.", {"n": 3.0}),
+        ('more:{<|"|>3<|"|>:<|"|>a]}<|"|>,b:{}}', {"more": {"3": "a]}", "b": {}}}),
         ('tags:[<|"|>a<|"|>,true,null,{x:{y:<|"|>z<|"|>},n:[]}]',
          {"tags": ["a", True, None, {"x": {"y": "z"}, "n": []}]}),
         ('code:<|"|>a\\n<|"|> is a quote<|"|>', {"code": 'a\\n<|"|> is a quote'}),
@@ -238,6 +280,13 @@ def test_gemma_s_arguments(written: str, arguments: dict[str, Any]) -> None:
     assert calls_of(GEMMA, f"<|tool_call>call:count{{{written}}}<tool_call|>") == [
         ("count", arguments)
     ]
+
+
+def test_gemma_s_call_with_a_colon_or_without_its_last_mark() -> None:
+    for text in ("<|tool_call>:call:none{}<tool_call|>", "<|tool_call>call:none{}"):
+        assert calls_of(GEMMA, text) == [("none", {})]
+    dotted = "<|tool_call>call:fs.read-file{}<tool_call|>"
+    assert calls_of(GEMMA, dotted) == [("fs.read-file", {})]
 
 
 def test_gemma_s_calls_thoughts_and_what_is_none() -> None:

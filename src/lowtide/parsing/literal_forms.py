@@ -60,13 +60,13 @@ class GemmaCalls(CallForm):
     begin, end = "<|tool_call>", "<tool_call|>"
     ends = {begin: end}
     notation = Notation.GEMMA
-    _may_begin = re.compile(rf"{re.escape(begin)}\s*call:\s*(?:\Z|{NAME}\s*(?:\Z|{{))", re.DOTALL)
+    _may_begin = re.compile(rf"{re.escape(begin)}\s*:?call:\s*(?:\Z|{NAME}\s*(?:\Z|{{))", re.DOTALL)
 
     def is_undecided(self, held: str) -> bool:
         return not held.removeprefix(self.begin).strip()
 
     def is_no_call(self, held: str) -> bool:
-        body = held.removeprefix(self.begin).lstrip()
+        body = held.removeprefix(self.begin).lstrip().removeprefix(":")
         return not "call:".startswith(body) and self._may_begin.match(held) is None
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:

@@ -46,10 +46,11 @@ class NoLiteral(ValueError):
 class _Spelling(NamedTuple):
     """Quotes of strings, longest first, and the texts around a call's arguments.
 
-    behind: pattern of what may follow a call.
+    prefix: pattern of letters before a quote. behind: pattern of what may follow a call.
     """
 
     quotes: tuple[str, ...]
+    prefix: str
     has_escapes: bool
     assign: str
     close: str
@@ -58,12 +59,13 @@ class _Spelling(NamedTuple):
 
 _PYTHON = _Spelling(
     ('"""', "'''", '"', "'"),
+    "[bBfFrRuU]{0,2}",
     True,
     "=",
     ")",
     rf"{_BLANKS}(?:\]?{_BLANKS}\Z|,{_BLANKS}(?:\]|{NAME}{_BLANKS}\())",
 )
-_GEMMA = _Spelling((GEMMA_QUOTE, '"'), False, ":", "}", rf"{_BLANKS}\Z")
+_GEMMA = _Spelling((GEMMA_QUOTE, '"'), "", False, ":", "}", rf"{_BLANKS}\Z")
 
 
 def python_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
@@ -97,11 +99,14 @@ class _Reader:
         last = re.escape(spelling.close) + spelling.behind
         self._last = re.compile(rf"{_BLANKS},?{_BLANKS}{last}")
         assign = re.escape(spelling.assign)
+        quotes = "|".join(map(re.escape, spelling.quotes))
+        self._opening = re.compile(rf"({spelling.prefix})({quotes})")
         self._next_key = re.compile(rf"{_BLANKS},{_BLANKS}({_KEY.pattern}){_BLANKS}{assign}")
 
     def calls(self) -> list[Call]:
         """Return all calls of the text."""
         if self._spelling is _GEMMA:
+            self.takes(":")  # that some write before
             if not self.takes("call:"):
                 raise NoLiteral("no call")
             calls = [self._call("{")]
@@ -179,7 +184,11 @@ class _Reader:
         for begin, end in ("[]", "()"):
             if self.takes(begin):
                 return self._list(end, depth)
-        return self._object(depth) if self.takes("{") else self._bare()
+        if self.takes("{"):
+            return self._object(depth)
+        if self._spelling is _GEMMA and self._text[self._place : self._place + 1] in (",", "}"):
+            return ""  # left out
+        return self._bare()
 
     def _list(self, close: str, depth: int) -> list[object]:
         values: list[object] = []
@@ -189,12 +198,21 @@ class _Reader:
                 raise NoLiteral("no end of a list")
         return values
 
-    def _object(self, depth: int) -> dict[str, object]:
+    def _object(self, depth: int) -> dict[str, object] | list[object]:
+        """Take the members of an object, or of a Python set."""
         values: dict[str, object] = {}
         while not self.takes("}"):
-            name = self._name()
-            if not self.takes(":"):
-                raise NoLiteral("no value in an object")
+            start = self._place
+            try:
+                name = self._name()
+                is_set = not self.takes(":")
+            except NoLiteral:
+                is_set = True
+            if is_set:
+                if values or self._spelling is _GEMMA:
+                    raise NoLiteral("no value in an object")
+                self._place = start
+                return self._list("}", depth)
             values[name] = self._value(depth + 1, "}")
             if not self.takes(",") and not self._is_next("}"):
                 raise NoLiteral("no end of an object")
@@ -207,18 +225,19 @@ class _Reader:
             return _WORDS[text]
         return _number(text) if _NUMBER.fullmatch(text) else text
 
-    def _quote(self) -> str:
-        """Return the quote that is next, or ""."""
-        quotes = self._spelling.quotes
-        return next((q for q in quotes if self._text.startswith(q, self._place)), "")
+    def _quote(self) -> re.Match[str] | None:
+        """Find the quote that is next, and what stands before it."""
+        return self._opening.match(self._text, self._place)
 
     def _string(self, close: str, left: Set[str] | None) -> str:
         """Take a string up to a quote behind which the call can go on.
 
         close: see `_value`; ":" for a key, "" for an argument. left: the arguments that may follow.
         """
-        quote = self._quote()
-        begin = place = self._place + len(quote)
+        opening = self._quote()
+        if opening is None:
+            raise NoLiteral(f"no string at {self._place}")
+        quote, begin, place = opening[2], opening.end(), opening.end()
         while (end := self._text.find(quote, place)) >= 0:
             self._num_ends += 1
             if self._num_ends > MAX_ENDS:
@@ -229,7 +248,8 @@ class _Reader:
             if self._goes_on(end + len(quote), close, left):
                 self._place = end + len(quote)
                 text = self._text[begin:end]
-                return _unescaped(text) if self._spelling.has_escapes else text
+                is_raw = not self._spelling.has_escapes or "r" in opening[1].lower()
+                return text if is_raw else _unescaped(text)
         raise NoLiteral("a string that is not closed")
 
     def _goes_on(self, place: int, close: str, left: Set[str] | None) -> bool:
@@ -258,7 +278,7 @@ def _as(kind: ValueType, value: object, written: str) -> object:
 
 def _number(text: str) -> object:
     try:
-        return parse_json(text)
+        return parse_json(re.sub(r"^(-?)\+?0+(?=\d)", r"\1", text).removeprefix("+"))
     except ValueError:  # spelled as Python allows, or not finite
         number = float(text)
         return number if math.isfinite(number) else text

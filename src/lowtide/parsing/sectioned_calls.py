@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing.call_form import CallForm, literal
-from lowtide.parsing.call_json import NAME, Call, arguments_text, is_name
+from lowtide.parsing.call_json import NAME, Call, arguments_text, is_name, parsed
+from lowtide.parsing.schema_types import SchemaTypes
 from lowtide.parsing.tools import Tool
 
 _FENCE = "```"
@@ -111,7 +112,7 @@ class KimiCalls(SectionedCalls):
     call_end = one_end
     inner = (separator,)
     _prefix = "functions."
-    _told = rf"(?:functions\.)?({NAME}?)(?::\d{{1,9}})?\s*"
+    _told = rf"(?!\d+\s*(?:{re.escape(separator)}|\Z))(?:functions\.)?({NAME}?)(?::\d{{1,9}})?\s*"
     head = re.compile(
         rf"(?:{re.escape(begin)})?\s*{re.escape(one_begin)}\s*"
         rf"(?={_told}{re.escape(separator)})(?P<id>[\w.:/-]+)\s*{re.escape(separator)}\s*(?=\{{)"
@@ -141,7 +142,23 @@ class KimiCalls(SectionedCalls):
     def _call(self, text: str, tools: Mapping[str, Tool]) -> Call | None:
         told, separator, rest = text.partition(self.separator)
         found = re.fullmatch(self._told, told.strip())
-        arguments = None if found is None else arguments_text(rest, tools.get(found[1]))
-        if not separator or found is None or not is_name(found[1]) or arguments is None:
-            return None
-        return Call(found[1], arguments)
+        name = found[1] if found is not None else _only_tool_for(rest, tools)
+        arguments = arguments_text(rest, tools.get(name))
+        return Call(name, arguments) if separator and is_name(name) and arguments else None
+
+
+def _only_tool_for(arguments: str, tools: Mapping[str, Tool]) -> str:
+    """Return the name of the only tool that has these arguments; "" if there is none or several.
+
+    A model may write a call's number alone.
+    """
+    given = parsed(arguments)
+    if not isinstance(given, dict):
+        return ""
+    schemas = {name: SchemaTypes(tool.parameters) for name, tool in tools.items()}
+    fitting = [
+        name
+        for name, types in schemas.items()
+        if types.required() <= given.keys() <= types.parameters().keys()
+    ]
+    return fitting[0] if len(fitting) == 1 else ""
