@@ -31,7 +31,7 @@ from lowtide.cli.app import app
 from lowtide.cli.batch import _signals
 from lowtide.errors import LowtideError, StorageError, UsageError
 from lowtide.serve import batch as answering_module
-from lowtide.serve.batch import Answerer, answer_all, answering
+from lowtide.serve.batch import Answerer, answer_all, answering, body_of
 from lowtide.serve.batch_files import Asked, AskedLines, Results, Stream, is_error
 from lowtide.serve.service import Service
 
@@ -333,6 +333,12 @@ def check_kills(folder: Path, num_kills: int, num_asked: int) -> None:
     assert batch("-i", source, "-o", folder / "undisturbed.jsonl").exit_code == 0
     assert texts(target) == texts(folder / "undisturbed.jsonl")
     assert len(texts(target)) == num_asked
+
+
+def test_a_seed_is_the_lines_own_in_any_process() -> None:
+    line = {"custom_id": "line-7", "body": {"prompt": "a", "stream": True, "model": "x"}}
+    assert body_of(line) == {"prompt": "a", "seed": 3772660831457202119}
+    assert body_of({**line, "body": {"seed": 5}}) == {"seed": 5}
 
 
 def test_killed_runs_lose_and_repeat_nothing(tmp_path: Path) -> None:

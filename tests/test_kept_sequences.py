@@ -230,6 +230,9 @@ def test_exactly_means_whole_passes_of_a_request_alone() -> None:
     assert ask(decoder, case, text).num_resumed == 128
     assert ask(decoder, case, text[:129]).num_resumed == 128
     assert ask(decoder, case, text[:128]).num_resumed == 64
+    answer = ask(decoder, case, text, 60).token_ids  # a token in each pass
+    assert len(text) + len(answer) > 192
+    assert ask(decoder, case, [*text, *answer, 5]).num_resumed == 128
     finished: dict[int, Finished] = {}
     for number in (0, 1):  # in company nothing is exact
         decoder.add(make_request(case, [number + 3] * 150, 4, number))

@@ -111,6 +111,9 @@ def test_names_of_others_are_refused(host: str, is_let_in: bool) -> None:
         ("", False),
         ("http://[", False),
         ("127.0.0.1:8000", False),
+        ("http://127.0.0.1:8000.evil.example", False),
+        ("http://127.0.0.1:80001", False),
+        ("http://127.0.0.1", False),
     ],
 )
 def test_pages_of_others_are_refused(origin: str, is_let_in: bool) -> None:

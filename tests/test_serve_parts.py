@@ -284,6 +284,12 @@ def test_what_may_begin_a_stop_string_is_told_before_a_call() -> None:
     assert pieces.push([3]) == [Text("op b")] and not pieces.is_complete
 
 
+def test_what_might_have_begun_a_stop_string_is_told_at_the_end() -> None:
+    pieces = AnswerPieces(Told(Text("a st")), ["stop"])
+    assert pieces.push([0]) == [Text("a ")]
+    assert pieces.finish() == [Text("st")] and not pieces.is_complete
+
+
 def test_a_reader_that_fails_ends_its_own_answer() -> None:
     assert CompletionTest(AnswerPieces(Told()))([0])  # there is no such piece
 

@@ -25,6 +25,7 @@ from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import InternalError, NumericError, UsageError
 from lowtide.parsing.pieces import Done, Piece, Prefilled, Text
+from lowtide.serve.admission import Admission
 from lowtide.serve.conversation import Conversation, Turn
 from lowtide.serve.errors import Draining, QueueFull, Refusal, TimedOut, TooLong
 from lowtide.serve.service import Ask, Served, Service, name_of
@@ -112,6 +113,16 @@ def test_the_queue_is_bounded_by_prompt_tokens_that_wait(llm: AsyncLLM) -> None:
         assert service.admission.num_waiting_tokens == 0
 
     run(ask())
+
+
+def test_a_prompt_that_brings_the_queue_above_its_tokens_is_refused() -> None:
+    admission = Admission(max_requests=9, max_queued_tokens=20)
+    with admission.enter() as first, admission.enter() as second:
+        first.wait_with(12)
+        with pytest.raises(QueueFull, match="12 tokens are waiting, and with 9 more .* above 20"):
+            second.wait_with(9)
+        second.wait_with(8)
+        assert admission.num_waiting_tokens == 20
 
 
 async def begun(service: Service) -> None:
