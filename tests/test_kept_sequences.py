@@ -176,6 +176,19 @@ def test_room_is_taken_as_it_is_written(block_length: int, reuse: Reuse) -> None
         assert finished[request.id] == expected[request.id]
 
 
+@pytest.mark.parametrize("case", [AUTOREGRESSIVE, BLOCKS])
+def test_the_sequence_that_came_last_pauses(case: Case) -> None:
+    decoder, _ = make_decoder(case, Reuse.ON)
+    requests = [make_request(case, [number] * 60, 900, 0) for number in (1, 2)]
+    for request in requests:
+        decoder.add(request)
+    decoder.step()
+    while decoder.num_running == 2:
+        decoder.step()
+    assert {event.request for _ in range(3) for event in decoder.step()} == {requests[0].id}
+    decoder.close()
+
+
 def test_a_paused_request_can_be_cancelled() -> None:
     decoder, kv_cache = make_decoder(AUTOREGRESSIVE, Reuse.ON)
     requests = [make_request(AUTOREGRESSIVE, [number] * 60, 960, 0) for number in (1, 2)]
