@@ -30,6 +30,7 @@ from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.families import families
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.layer import CompiledLayer, CompiledLayers
@@ -37,7 +38,7 @@ from lowtide.kernels.layer_parts import Status
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
-from lowtide.model_writing.synth import synth
+from lowtide.model_writing.synth import synth, write_checkpoint
 from lowtide.models.decoder import Decoder
 
 AT_ONCE = (
@@ -142,6 +143,16 @@ def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
         assert are_equal(decoded(engine, 1), found[0])
         assert are_equal(decoded(engine, 3), found[1])
         assert engine.as_dict()["num_misses"] > 0
+
+
+def test_latent_attention_whose_halves_rotate_has_the_bits_of_one_by_one(tmp_path: Path) -> None:
+    size = families()["deepseek_v3"].sizes()["tiny"]
+    halves = replace(size, config={**size.config, "rope_interleave": False})
+    with opened(write_checkpoint(halves, tmp_path / "model", seed=3)) as engine:
+        for shape in ((1, 1), (3, 1), (2, 2)):
+            with one_by_one():
+                expected = decoded(engine, *shape)
+            assert are_equal(decoded(engine, *shape), expected)
 
 
 @contextmanager

@@ -135,10 +135,13 @@ class LatentAttention:
         self._attention = CachedAttention(layer, kv_cache, compute, Scores(spec.softmax_scale))
 
     def parts(self, norm: Norm) -> LatentParts | None:
-        """Return parts for kernels that run whole layers; None if there is no cache."""
+        """Return parts for kernels that run whole layers; None without a cache.
+
+        None, too, where halves rotate: kernels rotate neighbours, as all published models do.
+        """
         layer, kv_cache, _, scores = self._attention
         arrays = kv_cache.arrays(layer)
-        if arrays is None or scores.scale is None:
+        if arrays is None or scores.scale is None or not self._spec.rope.is_interleaved:
             return None
         down, query_norm = self._queries.down, self._queries.norm
         return LatentParts(
