@@ -247,7 +247,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _write(pipe: int, data: bytes, end_s: float) -> None:
-    """Write all data. Raise TimeoutError, or OSError if the other end is closed."""
+    """Write all of `data`. Raises TimeoutError, or OSError once the pipe has no reader."""
     rest = memoryview(data)
     while rest:
         try:

@@ -51,8 +51,8 @@ def answer_object(
 ) -> dict[str, object]:
     """Return the object of `generate --json`.
 
-    It is the first answer; several are also listed under `answers`. `reasoning` is there for a
-    model that thinks, `logprobs` if asked for.
+    It is the first answer; several are also listed under `answers`. It has `reasoning` for a model
+    that thinks, and `logprobs` if requested.
     """
     answers = [_completion_object(completion) for completion in completions]
     several = {"answers": answers} if len(answers) > 1 else {}

@@ -92,7 +92,7 @@ class LatentAttentionSpec:
 
 
 class CacheShape(NamedTuple):
-    """What a token keeps in a layer's KV cache.
+    """Arrays that a token has in a layer's KV cache.
 
     Two arrays are keys and values; one is a latent that serves as both.
     """

@@ -62,12 +62,12 @@ class ArgMax:
 
     @property
     def greatest(self) -> Tensor:
-        """Its logit, float32 [n]."""
+        """The logit of each row's likeliest token, float32 [n]."""
         return self._rows[:, 1].float()
 
     @property
     def confidence(self) -> FloatArray:
-        """Its softmax probability, [n]."""
+        """The softmax probability of each row's likeliest token, [n]."""
         confidence: FloatArray = self._rows[:, 2].float().numpy()
         return confidence
 

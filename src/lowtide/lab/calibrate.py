@@ -84,7 +84,7 @@ def calibrate(
     llm.config.check_experts("A calibration is of experts")
     token_ids, shape = _token_ids(llm, text), TraceShape(*llm.config.moe_shape)
     seen = CoActivations(shape) if buddies else None
-    if seen is not None:  # told first: a text that does for buddies does for all
+    if seen is not None:  # checked first: a text long enough for buddies is so for everything
         check_length(shape, len(token_ids), num_pieces, _length(llm))
     learning, testing = split(llm, token_ids, num_pieces)
     squares = InputSquares(shape) if inputs else None

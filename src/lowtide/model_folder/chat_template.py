@@ -123,7 +123,7 @@ def _checked_template(template: object, where: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A template with its variables beside the messages."""
+    """A chat template, and its variables other than the messages."""
 
     template: str
     options: Mapping[str, object]

@@ -68,10 +68,10 @@ class Greedy:
     """DALI, Algorithm 1: the most lopsided experts first, each to the side that ends sooner.
 
     Experts are sorted by |t_gpu - t_cpu|, largest first (equals by id); the device wins ties. As
-    printed, there is no memory limit: staging slots become free as experts finish. Never slower
-    than
-    twice the optimum: each choice adds at most min(t_gpu, t_cpu), and their sum is at most twice
-    the optimum (Ibarra and Kim, 1977, for unrelated machines).
+    printed, there is no memory limit: staging slots become free as experts finish.
+
+    It takes at most twice the optimal time: each choice adds at most min(t_gpu, t_cpu), and their
+    sum is at most twice the optimum (Ibarra and Kim, 1977, for unrelated machines).
     """
 
     def __call__(self, facts: Facts) -> Assignment:
@@ -135,14 +135,8 @@ class Balance:
         mask = is_resident.copy()
         mask[absent[:num_fetched]] = True
         if host_end_s < device_end_s:
-            order = (host_s[residents] / resident_s).argsort(kind="stable")
-            relieved = _num_relieved(
-                resident_s[order].tolist(),
-                host_s[residents[order]].tolist(),
-                device_end_s,
-                host_end_s,
-            )
-            mask[residents[order[:relieved]]] = False
+            relieved = _relieved(resident_s, host_s[residents], device_end_s, host_end_s)
+            mask[residents[relieved]] = False
         return divide(demand, mask)
 
 
@@ -225,13 +219,19 @@ def _queued(
     return absent[order], due_s[order]
 
 
-def _num_relieved(
-    device_s: list[float], host_s: list[float], device_end_s: float, host_end_s: float
-) -> int:
-    """Return how many residents, in order, to move to the host while the layer ends sooner."""
-    for place, (spared_s, added_s) in enumerate(zip(device_s, host_s, strict=True)):
+def _relieved(
+    device_s: FloatArray, host_s: FloatArray, device_end_s: float, host_end_s: float
+) -> IntArray:
+    """Return the positions of the residents that the host takes over from the device.
+
+    They are those with the least seconds on the host for each second on the device, as many as
+    let the layer end sooner.
+    """
+    order: IntArray = (host_s / device_s).argsort(kind="stable")
+    seconds = zip(device_s[order].tolist(), host_s[order].tolist(), strict=True)
+    for num_taken, (spared_s, added_s) in enumerate(seconds):
         host_end_s += added_s
         if host_end_s >= device_end_s:
-            return place
+            return order[:num_taken]
         device_end_s -= spared_s
-    return len(device_s)
+    return order

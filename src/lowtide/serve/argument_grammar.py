@@ -32,9 +32,9 @@ _NOT_HELD = {
 
 
 def arguments_grammar(lark: LarkText, form: CallForm, tool: Tool) -> str:
-    """Write the arguments of a call to a tool, in any order but in JSON.
+    """Write the grammar of a call's arguments; JSON's are in any order.
 
-    Raises UsageError for a strict tool whose schema they cannot be held to.
+    Raises UsageError for a strict tool with a schema that this notation's grammar cannot enforce.
     """
     if form.notation is Notation.XML:
         return _xml_arguments(lark, form, tool)
@@ -179,7 +179,7 @@ def _gemma_arguments(lark: LarkText, form: CallForm, tool: Tool) -> str:
 
 
 class _Gemma:
-    """Writer of Gemma 4's notation, whose strings are raw between marks."""
+    """Writer of grammars of Gemma 4's notation, in which strings are raw between marks."""
 
     def __init__(self, lark: LarkText, form: CallForm, is_strict: bool) -> None:
         self._lark, self._quote, self._is_strict = lark, form.mark(GEMMA_QUOTE), is_strict

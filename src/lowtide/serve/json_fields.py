@@ -90,10 +90,10 @@ def words_of(
 ) -> str:
     """Return the text of a message or a tool's output: a text, or a list of text parts.
 
-    parts: the API's name for parts, for messages.
+    parts: the API's name for the types of parts, for error messages.
     fields: type of part -> the field with its text.
-    ignored: collects the paths of other parts, which are replaced by a note to the model, because
-    an agent sends such an output again at every turn. None: they are refused.
+    ignored: collects the paths of other parts, which are replaced by a note to the model; they are
+    not refused, because an agent sends such an output again at every turn. None: they are refused.
     """
     if isinstance(value, str):
         return value

@@ -73,7 +73,11 @@ class LarkText:
         return f"{first}::0x0"
 
     def _in_order(self, parts: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Write parts in their order; what must occur comes first if separators are between."""
+        """Write a rule of optional and required parts in their order.
+
+        With a separator, required parts come first, so that each further part can bring its
+        separator.
+        """
         if not separator:
             return " ".join(part if is_required else f"({part})?" for part, is_required in parts)
         needed = [part for part, is_required in parts if is_required]

@@ -64,6 +64,7 @@ def _renamed(rule: str) -> str:
 
 
 def _rewritten(part: re.Match[str]) -> str:
+    """Return one token of a grammar as it reads inside a JSON string. Raises _NotQuotable."""
     if part["string"] is not None:
         return json.dumps(json.dumps(json.loads(part["string"]), ensure_ascii=False)[1:-1])
     if part["regex"] is not None:

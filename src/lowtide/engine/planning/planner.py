@@ -78,7 +78,7 @@ class Planner:
 
     @classmethod
     def of(cls, config: ModelConfig, memory: MemoryFacts, asked: EngineConfig) -> Planner:
-        """Make the planner of a model under the policy that is asked for."""
+        """Make the planner of a model under the policy of `asked`."""
         return cls(config, memory, PassWants.of(asked.policy, asked.policy_options))
 
     def wanting(self, wants: PassWants) -> Planner:

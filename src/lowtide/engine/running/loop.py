@@ -149,9 +149,10 @@ class EngineLoop:
             self._worker.mailbox.put(partial(Worker.accept, queued=queued))
 
     def expect(self, num_requests: int) -> None:
-        """Let passes wait briefly for requests that are about to be queued.
+        """Have passes wait briefly for requests that are about to be queued.
 
-        They wait only where these would add much to a pass. Below 0: requests that will not come.
+        They wait only where these would add much to a pass. A negative number: as many of the
+        expected requests will not come.
         """
         self._worker.mailbox.put(partial(Worker.expect, num_requests=num_requests))
 

@@ -41,9 +41,9 @@ Passes = Callable[[Engine], Generator[None, None, T]]
 
 
 class Answers(abc.ABC):
-    """Events of requests queued together. Subclasses say how they are awaited.
+    """Events of requests queued together. Subclasses define how they are awaited.
 
-    post: delivers to those who wait; answers with equal posts are delivered in one call.
+    post: delivers events to the waiting caller; answers with equal posts are delivered in one call.
     """
 
     num_tokens = 0  # no room of its own to wait for: the decoder queues its requests
