@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from lowtide.config import ModelConfig
+from lowtide.config.fields import MAX_LAYERS
 from lowtide.config.rope import PairDivisors
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.unsupported import another_of
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import ArrayView
+from lowtide.model_folder.gguf_header import GgufArray
 
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 
@@ -119,6 +121,34 @@ class GgufKeys:
         if value is None:
             raise ConfigError(f"the metadata has no {self._prefix}{key}.")
         return value
+
+    def even(self, key: str) -> Value | None:
+        """Return a value that some files have as an array, with one number for each layer.
+
+        Raises UnsupportedError if these numbers differ.
+        """
+        value = self.get(key)
+        if not isinstance(value, GgufArray):
+            return value
+        numbers = set(self.of_layers(key))
+        if len(numbers) != 1:
+            raise UnsupportedError(
+                f"{self._prefix}{key} differs between layers, which this family's do not: "
+                f"{', '.join(map(str, sorted(numbers)))}."
+            )
+        return numbers.pop()
+
+    def of_layers(self, key: str) -> list[int | float]:
+        """Return a number for each layer, whether the file has an array or one for all of them.
+
+        Raises ConfigError if it is missing, or not as many.
+        """
+        value, count = self.need(key), self.integer_within("block_count", 1, MAX_LAYERS)
+        if not isinstance(value, GgufArray):
+            return [self.integer(key)] * count
+        if value.is_text or value.num_elements != count:
+            raise self.error(key, f"must be a number, or one for each of {count} layers")
+        return value.numbers()
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return an integer; raises ConfigError if it is missing and has no default."""
@@ -223,20 +253,22 @@ def usual_config(
 def dense_config(keys: GgufKeys, architecture: str) -> Config:
     """Convert the metadata of a decoder without experts; architecture: as for `usual_config`."""
     keys.only("expert_count", 0)
-    width = keys.need("feed_forward_length")
+    keys.need("feed_forward_length")
+    width = keys.even("feed_forward_length")
     return {**_decoder_config(keys, architecture), "intermediate_size": width}
 
 
 def _decoder_config(keys: GgufKeys, architecture: str) -> Config:
     keys.only("attention.causal", True)
+    keys.need("attention.head_count")
     vocab_size = keys.shapes.get("token_embd.weight", (0,))[0]
     config: Config = {
         "architectures": [architecture],
         "vocab_size": vocab_size or keys.need("vocab_size"),
         "hidden_size": keys.need("embedding_length"),
         "num_hidden_layers": keys.need("block_count"),
-        "num_attention_heads": keys.need("attention.head_count"),
-        "num_key_value_heads": keys.get("attention.head_count_kv"),
+        "num_attention_heads": keys.even("attention.head_count"),
+        "num_key_value_heads": keys.even("attention.head_count_kv"),
         "head_dim": keys.get("attention.key_length"),
         "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.need("context_length"),
@@ -255,7 +287,7 @@ def _expert_width(keys: GgufKeys) -> Value:
     stacked = {n: s for n, s in keys.shapes.items() if len(s) == 3}
     stored = [s[1] for n, s in stacked.items() if "ffn_gate_exps.weight" in n]
     stored += [s[1] // 2 for n, s in stacked.items() if "ffn_gate_up_exps.weight" in n]
-    width = keys.get("expert_feed_forward_length")
+    width = keys.even("expert_feed_forward_length")
     return width or (stored[0] if stored else keys.need("feed_forward_length"))
 
 

@@ -146,7 +146,7 @@ def read_config(
     overrides: Mapping[str, object] = NOTHING,
 ) -> ModelConfig:
     """Read the contents of the two files; raises as `read_config_in` does."""
-    fields = Fields({**config, **overrides})
+    fields = Fields({**_of_text(config), **overrides})
     family, architecture = _family_of(fields)
     eos = read_eos_token_ids(fields, generation, "eos_token_id" in overrides)
     result = family.read(fields, Origin(family.name, architecture, family.published, eos))
@@ -155,6 +155,34 @@ def read_config(
     if not result.decoding.writes_in_order:
         return result
     return replace(result, sampling=read_sampling(generation))
+
+
+_OF_BOTH = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+"""Keys that stand outside of `text_config`, or inside, where they count."""
+
+
+def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the keys of the model that writes text, of one that also reads images or sound.
+
+    Any other config is returned as it is, and a wrapper that no family answers to: its keys tell
+    why it is not supported.
+    """
+    text, names = config.get("text_config"), config.get("architectures")
+    if not isinstance(text, Mapping) or not isinstance(names, list):
+        return config
+    if not names or names[0] not in supported_architectures():
+        return config
+    outer = {key: config[key] for key in _OF_BOTH if key in config}
+    inner = {key: value for key, value in text.items() if value is not None}
+    return {**outer, **inner, "architectures": names}
 
 
 def _family_of(fields: Fields) -> tuple[Family, str]:

@@ -17,6 +17,7 @@ from lowtide.model_folder.extra_layers import warn_of_extra_layers
 from lowtide.schemas.packed import with_packed
 from lowtide.schemas.quantised import with_quantised
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
+from lowtide.schemas.text_names import with_text_names
 from lowtide.schemas.weights import (
     ExpertRange,
     ExpertTable,
@@ -48,11 +49,14 @@ def model_schema(config: ModelConfig) -> ModelSchema:
 
 
 def stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with packed and multi-tensor matrices under their models' names.
+    """Return the checkpoint with all matrices under their models' names.
+
+    That is what is packed, or several tensors, or a text model's within a larger one.
 
     Raises CheckpointError, UnsupportedError as `with_packed` and `with_quantised` do.
     """
     schema = model_schema(config)
+    checkpoint = with_text_names(checkpoint, f"{schema.names.layers}.")
     return with_quantised(with_packed(checkpoint, schema), schema, config.quantisation)
 
 
