@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,13 @@ CONFIG = {
 NORMS = ("post_attention", "pre_dense", "post_dense", "post_experts", "post_mlp")
 
 
+ACTS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
 def read(fields: Fields, origin: Origin) -> ModelConfig:
-    experts, dense = keys.experts(fields, 24, norm_topk_prob=True), DenseSpec(40)
+    activation = fields.text("activation", default="silu")
+    experts = keys.experts(fields, 24, norm_topk_prob=True, activation=activation)
+    dense = DenseSpec(40, activation)
     slow, fast = Rope(1e4, 16), Rope(1e6, 8)
     narrow = AttentionSpec(4, 2, 16, slow, has_qk_norm=True, window=7)
     wide = AttentionSpec(3, 1, 32, fast, scale=1.0, has_value_norm=True, has_gate=True)
@@ -73,7 +79,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         "window": LayerSpec(narrow, dense),
         "full": LayerSpec(wide, experts),
         "both": LayerSpec(narrow, SideBySide(dense, experts)),
-        "own": LayerSpec(wide, SideBySide(DenseSpec(56), experts)),
+        "own": LayerSpec(wide, SideBySide(DenseSpec(56, activation), experts)),
         "mixer": LayerSpec(placeless, None),
         "mlp": LayerSpec(None, experts),
     }
@@ -143,7 +149,7 @@ class Own(Block):
     def __init__(self, model: Mixed, layer: int) -> None:
         prefix = f"model.layers.{layer}."
         self.attention, self.moe = model.attention(layer), model.moe(layer)
-        self.mlp = model.mlp(f"{prefix}mlp.")
+        self.mlp = model.dense_mlp(layer)
         self.input_norm = model.norm(f"{prefix}input_layernorm.weight")
         self.experts_norm = model.norm(f"{prefix}post_attention_layernorm.weight")
         names = (f"{prefix}{name}.weight" for name in NORMS[1:])
@@ -188,8 +194,8 @@ def mixed() -> Iterator[None]:
 class Oracle:
     """The whole sequence at once, in plain torch and float32."""
 
-    def __init__(self, folder: Path, kinds: list[str]) -> None:
-        self.kinds = kinds
+    def __init__(self, folder: Path, kinds: list[str], activation: str = "silu") -> None:
+        self.kinds, self.activation = kinds, activation
         self.weights: dict[str, Tensor] = {}
         for path in folder.glob("*.safetensors"):
             self.weights |= {name: x.float() for name, x in load_file(path).items()}
@@ -214,35 +220,37 @@ class Oracle:
             return x
         normed = rms(x, w["post_attention_layernorm.weight"])
         if kind == "own":
-            dense = rms(gated(rms(x, w["pre_dense.weight"]), w, "mlp."), w["post_dense.weight"])
-            routed = rms(experts(normed, x, w), w["post_experts.weight"])
+            dense = self.mlp(rms(x, w["pre_dense.weight"]), w, "mlp.")
+            dense = rms(dense, w["post_dense.weight"])
+            routed = rms(self.experts(normed, x, w), w["post_experts.weight"])
             return (x + rms(dense + routed, w["post_mlp.weight"])) * w["scale"]
         update = torch.zeros_like(x)
         if kind in ("window", "both"):
-            update += gated(normed, w, "mlp.")
+            update += self.mlp(normed, w, "mlp.")
         if kind != "window":
-            update += experts(normed, normed, w)
+            update += self.experts(normed, normed, w)
         return x + 0.5 * update
+
+    def mlp(self, x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
+        up, down = (w[f"{prefix}{name}_proj.weight"] for name in ("up", "down"))
+        if self.activation == "relu2":
+            return F.relu(x @ up.T).square() @ down.T
+        gate = ACTS[self.activation](x @ w[f"{prefix}gate_proj.weight"].T)
+        return (gate * (x @ up.T)) @ down.T
+
+    def experts(self, x: Tensor, router_input: Tensor, w: dict[str, Tensor]) -> Tensor:
+        chances = (router_input @ w["mlp.gate.weight"].T).softmax(-1)
+        weights, chosen = chances.topk(2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for row, (own, ids) in enumerate(zip(weights, chosen.tolist(), strict=True)):
+            for weight, expert in zip(own, ids, strict=True):
+                out[row] += weight * self.mlp(x[row], w, f"mlp.experts.{expert}.")
+        return out
 
 
 def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
-
-
-def gated(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
-    gate, up, down = (w[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-
-def experts(x: Tensor, router_input: Tensor, w: dict[str, Tensor]) -> Tensor:
-    chances = (router_input @ w["mlp.gate.weight"].T).softmax(-1)
-    weights, chosen = chances.topk(2)
-    weights = weights / weights.sum(-1, keepdim=True)
-    out = torch.zeros_like(x)
-    for row, (own, ids) in enumerate(zip(weights, chosen.tolist(), strict=True)):
-        for weight, expert in zip(own, ids, strict=True):
-            out[row] += weight * gated(x[row], w, f"mlp.experts.{expert}.")
-    return out
 
 
 def attention(x: Tensor, w: dict[str, Tensor], kind: str) -> Tensor:
@@ -281,21 +289,24 @@ def rotated(x: Tensor, theta: float, rotary_dim: int) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def config_of(seed: int) -> dict[str, Any]:
+def config_of(seed: int, activation: str) -> dict[str, Any]:
     """Every kind twice, in an order of its own; the second may be a long way behind the first."""
-    kinds = [*KINDS, *KINDS]
+    kinds, names = [*KINDS, *KINDS], {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
     random.Random(seed).shuffle(kinds)
-    return {**CONFIG, "kinds": kinds}
+    hidden_act = names.get(activation, activation)
+    return {**CONFIG, "kinds": kinds, "activation": activation, "hidden_act": hidden_act}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_layers_of_several_kinds_are_those_of_plain_torch(tmp_path: Path, seed: int) -> None:
-    config, rng = config_of(seed), random.Random(seed)
+@pytest.mark.parametrize(("seed", "activation"), [(0, "silu"), (1, "gelu_tanh"), (2, "relu2")])
+def test_layers_of_several_kinds_are_those_of_plain_torch(
+    tmp_path: Path, seed: int, activation: str
+) -> None:
+    config, rng = config_of(seed, activation), random.Random(seed)
     unregister("mixed")
     sizes = {"tiny": SynthSize(config, 304, 1 << 20)}
     register(Family(**{**{f: getattr(FAMILY, f) for f in FAMILY.__slots__}, "own_sizes": sizes}))
     folder = synth("mixed", "tiny", tmp_path / "mixed")
-    oracle, plan = Oracle(folder, config["kinds"]), plan_model(folder, context=2048)
+    oracle, plan = Oracle(folder, config["kinds"], activation), plan_model(folder, context=2048)
     prompts = [[rng.randrange(300) for _ in range(length)] for length in (5, 29, 90)]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     budgets = {plan.minimum_bytes, rng.randint(plan.minimum_bytes, plan.full_bytes)}

@@ -22,7 +22,7 @@ from lowtide.config.layers import LayerSpec, Mixer, layers_of
 from lowtide.config.model import NO_MULTIPLIERS, ModelConfig, Multipliers, Published
 from lowtide.config.quantisation import read_quantisation
 from lowtide.config.rope import read_rope
-from lowtide.config.specs import AttentionSpec, ExpertSpec
+from lowtide.config.specs import ACTIVATIONS, AttentionSpec, ExpertSpec
 from lowtide.config.token_ids import eos_token_ids, mask_token_id
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
@@ -66,7 +66,9 @@ def layered(
     multipliers: Multipliers = NO_MULTIPLIERS,
 ) -> ModelConfig:
     """Add the keys that all families share; block_length: of a diffusion model that gives one."""
-    fields.only("hidden_act", "silu")
+    mlps = [mlp for layer in layers for mlp in (layer.dense, layer.experts) if mlp is not None]
+    for activation in {ACTIVATIONS[mlp.activation] for mlp in mlps}:
+        fields.only("hidden_act", activation)
     experts = next((layer.experts for layer in layers if layer.experts is not None), None)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     is_mxfp4 = experts is not None and experts.is_mxfp4

@@ -12,6 +12,18 @@ from typing import NamedTuple
 from lowtide.config.rope import Rope
 from lowtide.errors import ConfigError
 
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+    "clamped": "silu",
+}
+"""What `config.json` calls the functions between an MLP's matrices.
+
+silu and gelu_tanh: down(f(gate x) * up x). relu2: down(relu(up x) ** 2), without a gate. clamped:
+gpt-oss's, with biases (`kernels.reference.clamped_swiglu`), of experts alone.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -113,9 +125,10 @@ def _check_rotation(rope: Rope, head_dim: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A gated MLP that every token uses."""
+    """An MLP that every token uses."""
 
     size: int
+    activation: str = "silu"  # see `ACTIVATIONS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +148,7 @@ class ExpertSpec:
     has_bias: bool = False  # added to scores when choosing experts, not to their weights
     capacity: int = 0  # experts that one window may use (LLaDA2.2); 0 = no such limit
     window_tokens: int = 0  # positions that share this limit; 0 without one
-    is_clamped: bool = False  # biased, with gpt-oss's activation
+    activation: str = "silu"  # see `ACTIVATIONS`
     is_mxfp4: bool = False  # as published: weights of four bits, blocks with scales
 
     def __post_init__(self) -> None:
@@ -162,7 +175,17 @@ class ExpertSpec:
                 f"token, {top_k}, to the {experts} there are."
             )
 
+    @property
+    def is_clamped(self) -> bool:
+        """True for experts with biases and gpt-oss's activation."""
+        return self.activation == "clamped"
+
+    @property
+    def is_gated(self) -> bool:
+        """True for experts of gate, up and down, False for those of up and down."""
+        return self.activation != "relu2"
+
     def elements(self, hidden_size: int) -> int:
-        """Return the elements of one routed expert: gate, up and down, and biases if any."""
-        matrices = 3 * hidden_size * self.expert_size
+        """Return the elements of one routed expert: its matrices, and biases if any."""
+        matrices = (3 if self.is_gated else 2) * hidden_size * self.expert_size
         return matrices + (2 * self.expert_size + hidden_size if self.is_clamped else 0)

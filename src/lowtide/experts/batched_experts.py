@@ -18,7 +18,7 @@ from lowtide.experts.rows import ExpertBuffers, LayerCall
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.cpu.weight_calls import CompiledExperts
 from lowtide.kernels.layer_parts import ExpertParts
-from lowtide.kernels.operands import SlotPlaces
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights, SlotPlaces
 from lowtide.kernels.reference import Kernels
 from lowtide.threads.executor import Executor
 
@@ -51,6 +51,8 @@ class BatchedExperts:
     def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> BatchedExperts | None:
         """Create the calls; None if `kernels` have none for the experts in `slots`."""
         layouts = slots.layout.layers
+        if layouts[0].weights not in (ExpertWeights, ClampedWeights):
+            return None
         # Biases are in the compute dtype.
         of_layout = {each: kernels.several_experts(each.formats[:3]) for each in {*layouts}}
         layers = [of_layout[layout] for layout in layouts]

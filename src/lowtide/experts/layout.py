@@ -18,7 +18,14 @@ from lowtide.core import MoEShape, align_up
 from lowtide.formats import MatrixFormat
 from lowtide.formats.mixed import Mixed
 from lowtide.formats.plain import plain_format
-from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix
+from lowtide.kernels.operands import (
+    AnyWeights,
+    ClampedWeights,
+    ExpertWeights,
+    GeluWeights,
+    Matrix,
+    SquaredWeights,
+)
 
 Formats = tuple[MatrixFormat | None, ...]
 """Format of each part of an expert; None: the compute dtype."""
@@ -34,9 +41,12 @@ class PartLayout(NamedTuple):
 
 
 class ExpertLayout(NamedTuple):
-    """Layout of one layer's experts: gate, up and down, and the biases of clamped experts."""
+    """Layout of one layer's experts: gate, up and down, and the biases of clamped experts.
 
-    weights: type[ExpertWeights] | type[ClampedWeights]
+    The gate of experts that have none is a part of no rows.
+    """
+
+    weights: type[AnyWeights]
     parts: tuple[PartLayout, ...]
     dtype: torch.dtype  # that they compute in
     num_bytes: int
@@ -48,12 +58,13 @@ class ExpertLayout(NamedTuple):
         hidden_size: int,
         expert_size: int,
         dtype: torch.dtype,
-        weights: type[ExpertWeights] | type[ClampedWeights] = ExpertWeights,
+        weights: type[AnyWeights] = ExpertWeights,
         kept: Formats = (),
     ) -> ExpertLayout:
         """Lay out the parts; kept: their formats, by default the compute dtype."""
         inward, outward = (expert_size, hidden_size), (hidden_size, expert_size)
-        shapes: list[tuple[int, ...]] = [inward, inward, outward]
+        gate = (0, hidden_size) if weights is SquaredWeights else inward
+        shapes: list[tuple[int, ...]] = [gate, inward, outward]
         if weights is ClampedWeights:
             shapes += [(expert_size,), (expert_size,), (hidden_size,)]
         parts: list[PartLayout] = []
@@ -90,11 +101,13 @@ class ExpertLayout(NamedTuple):
             if self.tags is not None:
                 slot[self.tags + number] = self.parts[number].format.variants.index(own)
 
-    def weights_in(self, slot: Tensor) -> ExpertWeights | ClampedWeights:
+    def weights_in(self, slot: Tensor) -> AnyWeights:
         """Return the parts of the expert in `slot` [num_bytes or more] uint8, as views."""
         gate, up, down = (self._matrix(number, slot) for number in range(3))
-        if self.weights is ExpertWeights:
-            return ExpertWeights(gate, up, down)
+        if self.weights is SquaredWeights:
+            return SquaredWeights(up, down)
+        if self.weights is not ClampedWeights:
+            return (GeluWeights if self.weights is GeluWeights else ExpertWeights)(gate, up, down)
         biases = (self._elements(part, slot) for part in self.parts[3:])
         return ClampedWeights(gate, up, down, *biases)
 
@@ -134,7 +147,7 @@ class SlotLayout:
         cls,
         shape: MoEShape,
         dtype: torch.dtype,
-        weights: type[ExpertWeights] | type[ClampedWeights] = ExpertWeights,
+        weights: type[AnyWeights] = ExpertWeights,
         kept: Sequence[Formats] = (),
     ) -> SlotLayout:
         """Lay out all layers; kept: by layer, see `ExpertLayout.of`."""

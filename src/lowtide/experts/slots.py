@@ -17,7 +17,7 @@ from lowtide.core import BoolArray, IntArray
 from lowtide.errors import InternalError
 from lowtide.experts.layout import ExpertLayout, SlotLayout
 from lowtide.formats import MatrixFormat
-from lowtide.kernels.operands import ClampedWeights, ExpertWeights
+from lowtide.kernels.operands import AnyWeights
 from lowtide.memory.arena import Region
 from lowtide.schemas.schema import SlotTarget
 
@@ -244,11 +244,11 @@ class ExpertSlots:
         self.memory = arena.array()  # all slots, consecutive
         self.layout = layout
         # By slot, and shared by layers of one layout.
-        made: dict[ExpertLayout, dict[int, ExpertWeights | ClampedWeights]] = {}
+        made: dict[ExpertLayout, dict[int, AnyWeights]] = {}
         self._weights = [made.setdefault(each, {}) for each in layout.layers]
         self._images: dict[int, Tensor] = {}
 
-    def weights(self, layer: int, slot: int) -> ExpertWeights | ClampedWeights:
+    def weights(self, layer: int, slot: int) -> AnyWeights:
         """Return the weights of an expert of `layer` in a slot.
 
         They are made once, since a slot never moves, unless experts of a layer differ.

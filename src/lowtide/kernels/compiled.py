@@ -25,7 +25,7 @@ from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall
 from lowtide.kernels.int8_rows import GroupedMatrix
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.kernels.operands import (
-    ClampedWeights,
+    AnyWeights,
     ExpertChoice,
     ExpertWeights,
     Matrix,
@@ -123,7 +123,7 @@ class CompiledKernels(Kernels):
     def gated_mlp(
         self,
         x: Tensor,
-        weights: ExpertWeights | ClampedWeights,
+        weights: AnyWeights,
         gate: Tensor,
         up: Tensor,
         out: Tensor,
@@ -218,11 +218,9 @@ class CompiledKernels(Kernels):
             return self._few_rows.experts
         return self._operators(are_rounded).experts(types)
 
-    def _one_expert(
-        self, weights: ExpertWeights | ClampedWeights
-    ) -> tuple[CompiledExperts, SlotPlaces] | None:
+    def _one_expert(self, weights: AnyWeights) -> tuple[CompiledExperts, SlotPlaces] | None:
         """Return the call that computes one expert, addressed as if it were in a slot."""
-        if isinstance(weights, ClampedWeights):
+        if not isinstance(weights, ExpertWeights):
             return None
         are_rounded = self.rounds(*weights)
         calls = [self.matrix_call(each, are_rounded) for each in weights]

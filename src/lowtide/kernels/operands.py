@@ -36,6 +36,25 @@ class ClampedWeights(NamedTuple):
     down_bias: Tensor  # [hidden]
 
 
+class GeluWeights(NamedTuple):
+    """Matrices of one expert whose gate is a GELU, in its form by tanh."""
+
+    gate: Matrix  # [expert_size, hidden]
+    up: Matrix  # [expert_size, hidden]
+    down: Matrix  # [hidden, expert_size]
+
+
+class SquaredWeights(NamedTuple):
+    """Matrices of one expert without a gate: down(relu(up x) ** 2)."""
+
+    up: Matrix  # [expert_size, hidden]
+    down: Matrix  # [hidden, expert_size]
+
+
+AnyWeights = ExpertWeights | ClampedWeights | GeluWeights | SquaredWeights
+"""Matrices of one expert, whose class tells what is computed with them."""
+
+
 class HeadNorms(NamedTuple):
     """Weights of the RMS norms of queries and keys before rotation.
 

@@ -21,13 +21,15 @@ from lowtide.kernels.cpu.weight_calls import CompiledExperts
 from lowtide.kernels.int8_rows import GroupedMatrix
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.kernels.operands import (
+    AnyWeights,
     ClampedWeights,
     ExpertChoice,
-    ExpertWeights,
+    GeluWeights,
     HeadNorms,
     Matrix,
     Rotation,
     SortedPairs,
+    SquaredWeights,
 )
 from lowtide.kernels.routing import limit_to_groups, weights_of
 from lowtide.kernels.row_statistics import Form, Guidance, Head, RowStatistics, Wanted
@@ -134,7 +136,7 @@ class Kernels:
     def gated_mlp(
         self,
         x: Tensor,
-        weights: ExpertWeights | ClampedWeights,
+        weights: AnyWeights,
         gate: Tensor,
         up: Tensor,
         out: Tensor,
@@ -144,13 +146,20 @@ class Kernels:
         gate, up [n, expert_size] are scratch; `out` may be `x`. Rounds where the families' own code
         does: after each matrix product, SiLU and product. Clamped weights make it `out =
         down(clamped_swiglu(gate(x), up(x)))`, every product biased, rounded before and after each
-        bias.
+        bias. `GeluWeights` and `SquaredWeights` have functions of their own.
         """
         is_rounded = self.rounds(*weights[:3])
+        if isinstance(weights, SquaredWeights):
+            self.multiply_by(x, weights.up, gate, is_rounded=is_rounded)
+            gate.relu_().square_()
+            self.multiply_by(gate, weights.down, out, is_rounded=is_rounded)
+            return
         self.multiply_by(x, weights.gate, gate, is_rounded=is_rounded)
         self.multiply_by(x, weights.up, up, is_rounded=is_rounded)
         if isinstance(weights, ClampedWeights):
             clamped_swiglu(gate.add_(weights.gate_bias), up.add_(weights.up_bias))
+        elif isinstance(weights, GeluWeights):
+            self.gelu_times(gate, up)
         else:
             self.silu_times(gate, up)
         self.multiply_by(gate, weights.down, out, is_rounded=is_rounded)
@@ -258,6 +267,11 @@ class Kernels:
         Both are contiguous.
         """
         F.silu(gate, inplace=True)
+        gate.mul_(up)
+
+    def gelu_times(self, gate: Tensor, up: Tensor) -> None:
+        """Compute `gate = gelu(gate) * up` in place, by tanh, rounded after each of the two."""
+        torch.ops.aten.gelu_(gate, approximate="tanh")
         gate.mul_(up)
 
     def weigh_rows(self, x: Tensor, gates: Tensor) -> None:

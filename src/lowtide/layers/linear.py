@@ -91,12 +91,15 @@ class Linear:
 
 
 class GatedMLP:
-    """Gated MLP, down(silu(gate x) * up x), of a dense layer or a shared expert."""
+    """Gated MLP, down(f(gate x) * up x), of a dense layer or a shared expert."""
 
-    def __init__(self, gate: Matrix, up: Matrix, down: Matrix, compute: Compute) -> None:
-        """gate, up: [width, hidden]; down: [hidden, width]."""
+    def __init__(
+        self, gate: Matrix, up: Matrix, down: Matrix, compute: Compute, activation: str = "silu"
+    ) -> None:
+        """gate, up: [width, hidden]; down: [hidden, width]; activation: silu or gelu_tanh."""
         self._width = gate.shape[0]
         self._gate, self._up, self._down = (Linear(each, compute) for each in (gate, up, down))
+        self._has_gelu = activation == "gelu_tanh"
         self._compute = compute
 
     def parts(self, share: Tensor | None = None) -> MLPParts:
@@ -116,8 +119,31 @@ class GatedMLP:
             up = workspace.take("mlp up", (x.shape[0], self._width), x.dtype)
             self._gate.forward(x, gate)
             self._up.forward(x, up)
-            self._compute.kernels.silu_times(gate, up, self._compute.executor.num_cores)
+            if self._has_gelu:
+                self._compute.kernels.gelu_times(gate, up)
+            else:
+                self._compute.kernels.silu_times(gate, up, self._compute.executor.num_cores)
             self._down.forward(gate, out)
+
+
+class SquaredMLP:
+    """MLP without a gate, down(relu(up x) ** 2)."""
+
+    def __init__(self, up: Matrix, down: Matrix, compute: Compute) -> None:
+        """up: [width, hidden]; down: [hidden, width]."""
+        self._width = up.shape[0]
+        self._up, self._down = (Linear(each, compute) for each in (up, down))
+        self._workspace = compute.workspace
+
+    def forward(self, x: Tensor, out: Tensor) -> None:
+        """Compute out [rows, hidden] from x [rows, hidden], as `GatedMLP.forward` does."""
+        with self._workspace.scope():
+            up = self._workspace.take("mlp up", (x.shape[0], self._width), x.dtype)
+            self._up.forward(x, up)
+            self._down.forward(up.relu_().square_(), out)
+
+
+MLP = GatedMLP | SquaredMLP
 
 
 def _pieces(weight: Matrix, num_pieces: int) -> list[tuple[slice, Matrix]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
-from lowtide.config import AttentionSpec, ModelConfig
+from lowtide.config import AttentionSpec, LayerSpec, ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.errors import InternalError
 from lowtide.experts.rows import LayerCall, Routing
@@ -32,7 +32,7 @@ from lowtide.layers.few_rows import (
     take_block,
 )
 from lowtide.layers.head import LogitsHead
-from lowtide.layers.linear import GatedMLP, Linear
+from lowtide.layers.linear import MLP, GatedMLP, Linear, SquaredMLP
 from lowtide.layers.moe import ModelExperts, MoELayer
 from lowtide.layers.norm import Norm
 from lowtide.layers.projection import Projection
@@ -218,10 +218,24 @@ class Decoder:
         """Make the product with `name.weight`, plus `name.bias` if it exists."""
         return Linear(self.weights[f"{name}.weight"], self.compute, self._bias(name))
 
-    def mlp(self, prefix: str, names: tuple[str, str, str] = PROJECTIONS) -> GatedMLP:
+    def mlp(
+        self,
+        prefix: str,
+        names: tuple[str, str, str] = PROJECTIONS,
+        activation: str = "silu",
+    ) -> GatedMLP:
         """Make the gated MLP of the weights whose names begin with `prefix`."""
         gate, up, down = (self.weights[f"{prefix}{name}.weight"] for name in names)
-        return GatedMLP(gate, up, down, self.compute)
+        return GatedMLP(gate, up, down, self.compute, activation)
+
+    def dense_mlp(self, layer: int) -> MLP:
+        """Make the MLP of a layer that every token uses."""
+        spec, prefix = self.config.layers[layer].dense, self.names.layer(layer)
+        activation = "silu" if spec is None else spec.activation
+        if activation == "relu2":
+            up, down = (self.weights[f"{prefix}{name}.weight"] for name in self.names.mlp[1:])
+            return SquaredMLP(up, down, self.compute)
+        return self.mlp(prefix, self.names.mlp, activation)
 
     @final
     def norm(self, name: str) -> Norm:
@@ -355,6 +369,12 @@ class Decoder:
         return self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights else None
 
 
+def _is_usual(spec: LayerSpec) -> bool:
+    """Return True for one MLP, with a function that kernels of whole layers have."""
+    mlps = [mlp for mlp in (spec.dense, spec.experts) if mlp is not None]
+    return len(mlps) == 1 and mlps[0].activation in ("silu", "clamped")
+
+
 class _UsualBlock(Block):
     """Adds its attention, then its MLP: a dense one, experts, or both on the same hidden states."""
 
@@ -362,7 +382,7 @@ class _UsualBlock(Block):
         spec, names = decoder.config.layers[layer], decoder.names
         prefix, compute = names.layer(layer), decoder.compute
         self._moe = None if spec.experts is None else decoder.moe(layer)
-        self._dense = None if spec.dense is None else decoder.mlp(prefix, names.mlp)
+        self._dense = None if spec.dense is None else decoder.dense_mlp(layer)
         self._attention, self._attention_norm, mixer = None, None, None
         if spec.mixer is not None:
             self._attention = decoder.attention(layer)
@@ -372,9 +392,9 @@ class _UsualBlock(Block):
         self._factor = decoder.config.multipliers.residual
         if spec.mlp is not None:
             self._mlp_norm = decoder.norm(f"{prefix}{names.mlp_norm}.weight")
-            has_one = self._moe is None or self._dense is None
-            if has_one and spec.mixer is not None and self._factor == 1:
-                self.parts = layer_parts(mixer, self._mlp_norm, self._moe, self._dense)
+            dense = self._dense if isinstance(self._dense, GatedMLP) else None
+            if spec.mixer is not None and self._factor == 1 and _is_usual(spec):
+                self.parts = layer_parts(mixer, self._mlp_norm, self._moe, dense)
                 self.whole = WholeLayer.of(self.parts, self._moe, compute)
         self._workspace = compute.workspace
 
@@ -414,7 +434,7 @@ class _UsualBlock(Block):
                 self._moe.forward(update, batch, update)
                 self._add(update if beside is None else update.add_(beside), x)
 
-    def _add_mlp(self, mlp: GatedMLP, norm: Norm, x: Tensor) -> None:
+    def _add_mlp(self, mlp: MLP, norm: Norm, x: Tensor) -> None:
         with self._workspace.scope():
             update = norm.of(x)
             mlp.forward(update, update)

@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from lowtide.config import ModelConfig
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
-from lowtide.schemas.schema import ExpertStorage, ModelSchema, TensorSpec, expert_storages
+from lowtide.schemas.schema import (
+    ExpertStorage,
+    ModelSchema,
+    TensorSpec,
+    expert_storages,
+    ungated_storages,
+)
 
 Part = Callable[[ModelConfig, str], list[TensorSpec]]
 """Function that lists the tensors of one part of a layer.
@@ -46,7 +52,8 @@ def decoder(
         if kind.experts is not None:
             dense += moe(alone[kind], prefix)
         if kind.dense is not None:
-            dense += mlp(prefix, kind.dense.size, config.hidden_size, names.mlp)
+            own = mlp(prefix, kind.dense.size, config.hidden_size, names.mlp)
+            dense += own[kind.dense.activation == "relu2" :]  # without a gate
     dense.append(vector(f"{names.norm}.weight", config.hidden_size))
     if not config.tie_word_embeddings:
         dense.append(TensorSpec(f"{names.head}.weight", vocabulary))
@@ -65,7 +72,9 @@ def storages_of(config: ModelConfig) -> tuple[ExpertStorage, ...]:
     """List every known way to store this model's experts; empty if it has none."""
     if config.experts is None:
         return ()
-    return expert_storages(config.moe.num_experts, config.moe.expert_size, config.hidden_size)
+    moe = config.moe
+    storages = expert_storages if moe.is_gated else ungated_storages
+    return storages(moe.num_experts, moe.expert_size, config.hidden_size)
 
 
 def vector(name: str, length: int) -> TensorSpec:

@@ -133,6 +133,22 @@ class ModelSchema:
         return self.one_expert_elements * self.num_experts * len(self.moe_layers)
 
 
+def ungated_storages(
+    num_experts: int, expert_size: int, hidden_size: int
+) -> tuple[ExpertStorage, ...]:
+    """Return the storages of experts of up and down alone, the published one first."""
+    mlp, targets = "model.layers.{layer}.mlp.experts.", (SlotTarget(1), SlotTarget(DOWN))
+    shapes = {"up": (expert_size, hidden_size), "down": (hidden_size, expert_size)}
+    apart = (PartSource(f"{mlp}{{expert}}.{x}_proj.weight", shape) for x, shape in shapes.items())
+    stacked = (
+        PartSource(f"{mlp}{part}_proj", shape, num_experts) for part, shape in shapes.items()
+    )
+    return (
+        ExpertStorage("per expert", tuple(apart), targets),
+        ExpertStorage("stacked", tuple(stacked), targets),
+    )
+
+
 def expert_storages(
     num_experts: int, expert_size: int, hidden_size: int
 ) -> tuple[ExpertStorage, ...]:

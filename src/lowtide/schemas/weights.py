@@ -129,7 +129,7 @@ class ExpertTable:
                 is_split = target.is_transposed and each.block_size > 1
                 parts = range(target.first, target.first + target.num_parts)
                 by_part |= dict.fromkeys(parts, None if is_split else each.kept)
-        return tuple(by_part[part] for part in range(len(by_part)))
+        return tuple(by_part.get(part) for part in range(max(by_part) + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[Expe
                 spec = source.spec(layer, expert)
                 if spec.name not in seen:
                     seen.add(spec.name)
-                    yield ExpertTensor(spec, number, expert, part)
+                    yield ExpertTensor(spec, number, expert, _slot_part(storage, part))
 
 
 def _unloaded_bytes(schema: ModelSchema, checkpoint: Checkpoint, of_experts: set[str]) -> int:
@@ -299,7 +299,7 @@ def _rounded_table(
     for part, own in enumerate(tensors):
         start = len(targets)
         others = tuple(range(start + 1, start + len(own)))
-        targets += [SlotTarget(part, others=others), *[None] * len(others)]
+        targets += [SlotTarget(_slot_part(storage, part), others=others), *[None] * len(others)]
         formats_of += [format_of(first[part].dtype)] * len(own)
         templates += [storage.parts[part].template] * len(own)
     files, offsets = (np.ascontiguousarray(places[..., i]) for i in range(2))
@@ -308,6 +308,12 @@ def _rounded_table(
     stored = StoredLayer(tuple(formats_of), part_bytes)
     all_layers = (stored,) * len(layers)
     return ExpertTable(all_layers, files, offsets, tuple(targets), tuple(templates), layers)
+
+
+def _slot_part(storage: ExpertStorage, part: int) -> int:
+    """Return the part of a slot that a stored part is."""
+    target = None if storage.targets is None else storage.targets[part]
+    return part if target is None else target.first
 
 
 def _formats(storage: ExpertStorage, dtypes: Sequence[str]) -> tuple[MatrixFormat, ...]:

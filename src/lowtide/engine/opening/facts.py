@@ -29,7 +29,13 @@ from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.hardware.machine import Machine
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey
-from lowtide.kernels.operands import ClampedWeights, ExpertWeights
+from lowtide.kernels.operands import (
+    AnyWeights,
+    ClampedWeights,
+    ExpertWeights,
+    GeluWeights,
+    SquaredWeights,
+)
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.memory.kv_pages import KVShape
 from lowtide.model_folder.checkpoint import Checkpoint
@@ -263,6 +269,15 @@ def _dense(
     return DenseWeights(weight_map.dense, dtypes, kept)
 
 
+_WEIGHTS: Mapping[str, type[AnyWeights]] = {
+    "silu": ExpertWeights,
+    "gelu_tanh": GeluWeights,
+    "relu2": SquaredWeights,
+    "clamped": ClampedWeights,
+}
+"""Classes of experts by their activation."""
+
+
 def _experts(
     config: ModelConfig,
     weight_map: WeightMap,
@@ -271,7 +286,7 @@ def _experts(
 ) -> ExpertFacts | None:
     if config.experts is None:
         return None
-    weights = ClampedWeights if config.moe.is_clamped else ExpertWeights
+    weights = _WEIGHTS[config.moe.activation]
     return ExpertFacts(
         shape=config.moe_shape,
         table=weight_map.experts,

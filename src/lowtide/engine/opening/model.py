@@ -138,6 +138,11 @@ def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
             f"Weights in {config.quantisation.method} have no kernels on a GPU yet; choose "
             "--device cpu."
         )
+    activation = "silu" if config.experts is None else config.experts.activation
+    if activation not in ("silu", "clamped") and resolve_device(options.device) == "cuda":
+        raise UnsupportedError(
+            f"Experts with {activation} have no kernels on a GPU yet; choose --device cpu."
+        )
     if config.experts is None:
         check_without_experts(config, options)
     if config.decoding.keeps_keys:

@@ -119,7 +119,9 @@ def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) ->
         [
             _columns(engine.kernels, layout.dtype, matrix, part.shape, num_columns)
             for matrix, part in zip(
-                slots.weights(layer, 0)[:3], layout.layers[layer].parts, strict=False
+                slots.weights(layer, 0)[:3],
+                (part for part in layout.layers[layer].parts if part.shape[0]),
+                strict=False,
             )
         ]
     )

@@ -31,7 +31,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         fields,
         expert_size,
         norm_topk_prob=True,
-        is_clamped=True,
+        activation="clamped",
         is_mxfp4=_is_mxfp4(fields, expert_size),
     )
     attention = keys.grouped_attention(fields, can_stretch=True, has_qkv_bias=True)
