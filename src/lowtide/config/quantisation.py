@@ -66,7 +66,7 @@ def with_modelopt(config: Mapping[str, object], said: Mapping[str, object]) -> M
 
 
 def read_quantisation(fields: Fields) -> Quantisation | None:
-    """Read the format of weights; None if `lowtide pack` or nobody rounded them.
+    """Read the format of weights; None if they are not rounded, or were by `lowtide pack`.
 
     Raises UnsupportedError naming a format that is not supported.
     """

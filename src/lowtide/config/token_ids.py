@@ -43,7 +43,10 @@ def eos_token_ids(
 
 
 def mask_token_id(fields: Fields, published: int | None, vocab_size: int) -> int | None:
-    """published: the family's own; None for a family that has none, whatever the file says."""
+    """Read the mask token's id; None for a family without masks, even if the file names one.
+
+    published: the id that the family's publication gives, if any, and the default.
+    """
     mask = fields.optional_integer("mask_token_id", low=0, high=vocab_size - 1)
     if published is None:
         return None

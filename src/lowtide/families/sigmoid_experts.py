@@ -48,7 +48,10 @@ def sigmoid_moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
 
 
 def gguf_sigmoid_experts(keys: GgufKeys, default_norm: bool) -> Config:
-    """Convert the metadata of the experts; default_norm: if a file does not tell."""
+    """Convert the metadata of the experts.
+
+    default_norm: whether weights are normalised if the file does not say.
+    """
     norm_topk_prob = keys.get("expert_weights_norm")
     return {
         "n_shared_experts": keys.integer("expert_shared_count", default=1),

@@ -57,7 +57,7 @@ def blocks(segment: Segment) -> Iterator[Run]:
 class CachedAttention(NamedTuple):
     """Attention of one layer over its keys and values in the cache.
 
-    It does not know where queries, keys and values come from; all are [rows, heads, head_dim].
+    Queries, keys and values are [rows, heads, head_dim], from any projection.
     """
 
     layer: int  # of the cache

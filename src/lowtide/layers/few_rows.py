@@ -146,7 +146,7 @@ def layer_parts(
 
 
 class WholeLayer:
-    """One layer of a short pass; does not know how its parts compute."""
+    """One layer of a short pass, run by the kernels."""
 
     def __init__(self, compiled: CompiledLayer, parts: LayerParts, moe: MoELayer | None) -> None:
         self.compiled = compiled

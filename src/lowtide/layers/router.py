@@ -52,7 +52,7 @@ class Router:
     def scores(self, x: Tensor) -> Tensor:
         """Compute the logits that `route` chooses by, without a selection-only bias.
 
-        A separate product, for policies that ask. [rows, num_experts] float32.
+        A separate product, for policies that need the logits. [rows, num_experts] float32.
         """
         shape = (len(x), len(self.weight))
         self.compute.workspace.library("router scores", 4 * math.prod(shape))

@@ -41,7 +41,7 @@ class _Inputs(NamedTuple):
 
 
 class GroupedAttention:
-    """Knows its layer's index in the KV cache; does not know how its weights are stored."""
+    """Self-attention of one layer with grouped query heads, over weights in any storage."""
 
     def __init__(
         self,

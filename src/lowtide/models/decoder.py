@@ -82,7 +82,7 @@ class Block:
     ) -> None:
         """Compute the layer: x [rows, hidden], updated in place.
 
-        short: the short pass, if the kernels take the rows; of interest for `whole` alone.
+        short: the short pass, if the kernels take the rows; for `whole` alone.
         """
         raise NotImplementedError
 

@@ -75,7 +75,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities, if asked for, of the tokens whose text follows."""
+    """Log-probabilities, if requested, of the tokens whose text follows."""
 
     tokens: tuple[TokenLogprobs, ...]
 

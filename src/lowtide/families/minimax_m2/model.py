@@ -1,7 +1,7 @@
 """MiniMax-M2, M2.1 and M2.5.
 
-Grouped-query attention whose queries and keys are normalised over all heads together, and of which
-half of a head rotates; sigmoid-routed experts, chosen by scores with a learned bias, in all layers.
+Grouped-query attention whose queries and keys are normalised over all heads together; half of each
+head rotates. Sigmoid-routed experts, chosen by scores with a learned bias, in all layers.
 """
 
 from __future__ import annotations
