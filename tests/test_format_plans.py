@@ -19,6 +19,8 @@ from lowtide.engine.planning import one_expert
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.prediction import known_speeds
 from lowtide.errors import UsageError
+from lowtide.families import families
+from lowtide.kernels.stored import unpacking_bytes
 from lowtide.lab.verbs.quality import parse_settings
 from lowtide.llm import LLM, check_request, plan_in_full, plan_model
 from lowtide.model_folder import hub
@@ -54,6 +56,18 @@ def test_the_rows_are_the_plans_in_those_formats(folder: Path) -> None:
         assert row.weight_bytes == held
     shares = [row.resident_share for row in found.by_format]
     assert shares == sorted(shares) and shares[0] < shares[2]
+
+
+def test_what_threads_unpack_weights_into_is_outside_the_budget(tmp_path: Path) -> None:
+    config = families()["mixtral"].sizes()["full"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # The process' own memory is in both, and only grows.
+    rounded, own = (
+        plan_model(tmp_path, context=64, format=name).overhead_bytes for name in ("q4", "own")
+    )
+    assert (
+        rounded - own > unpacking_bytes((config["intermediate_size"], config["hidden_size"])) // 2
+    )
 
 
 def test_a_format_that_weights_are_stored_in_is_no_row_of_its_own(
