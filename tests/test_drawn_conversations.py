@@ -121,7 +121,7 @@ class Subjects:
         if is_elastic:
             layout = KVLayout(StorageShape(2, 2, 1, 8 * CONTEXT, 1), torch.int64)
             pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), [layout])
-            self._stack.callback(pages.arena.close)
+            self._stack.callback(pages.close)
             kv_cache = KVCache(pages.storage, pages, CONTEXT)
         model, twin = HashModel(kv_cache, MAX_ROWS), HashModel(twin_cache, MAX_ROWS)
         return Subject(model, kv_cache, twin, twin_cache)
@@ -278,7 +278,7 @@ class Talk:
             return
         shared = engine.elastic._shared
         assert shared.budget.num_free_bytes >= 0
-        assert shared.kv.arena.committed_bytes == shared.kv.arena.account.num_bytes
+        assert shared.kv.committed_bytes == shared.kv.account.num_bytes
         assert shared.arena.committed_bytes == shared.slots_account.num_bytes
         assert shared.slots.num_live >= engine.plan.num_staging
         num_usable = sum(taken.num_usable for taken in cache._taken)

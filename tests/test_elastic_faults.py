@@ -73,7 +73,8 @@ def check_returned(llm: LLM) -> None:
     """Nobody runs: the cache has no memory, and the kernel counts as the budget does."""
     elastic = elastic_of(llm)
     shared = elastic._shared
-    assert shared.kv.arena.committed_bytes == physical_bytes(shared.kv.arena) == 0
+    [(arena, _)] = shared.kv._arenas
+    assert shared.kv.committed_bytes == physical_bytes(arena) == 0
     assert physical_bytes(shared.arena) == shared.budget.shares()["expert slots"]
     elastic._tier.ledger.check_integrity()
 
@@ -161,7 +162,7 @@ def test_who_is_refused_in_the_midst_of_growing_leaves_room_for_the_next(
         next(events)  # it begins
         next(events)
         shared = elastic_of(llm)._shared
-        assert shared.kv is not None and shared.kv.arena.committed_bytes > 0
+        assert shared.kv is not None and shared.kv.committed_bytes > 0
         system.refuse(0, 1 << 30)
     with pytest.raises(PageError, match="refuses"):
         list(events)

@@ -74,7 +74,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
         pages, shared = self._shared.budget, self._shared
         shares.append(pages.shares())
         assert pages.num_free_bytes >= 0
-        assert shared.kv.arena.committed_bytes == shares[-1]["KV cache"]
+        assert shared.kv.committed_bytes == shares[-1]["KV cache"]
         assert shared.arena.committed_bytes == shares[-1]["expert slots"]
         ledger = self._tier.ledger
         if self._experts.device is None:
@@ -293,7 +293,8 @@ def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
     answers(llm)
     assert physical_bytes(shared.arena) == shared.arena.committed_bytes > 0
     llm.close()
-    assert physical_bytes(shared.arena) == physical_bytes(shared.kv.arena) == 0
+    [(arena, _)] = shared.kv._arenas
+    assert physical_bytes(shared.arena) == physical_bytes(arena) == 0
     assert shared.budget.num_free_bytes == shared.budget.num_bytes
     llm.close()
 
@@ -312,7 +313,7 @@ def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(
     with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
         assert answers(llm, PROMPTS[:1]) == words[:1]
         elastic = elastic_of(llm)
-        kv, slots = elastic._shared.kv.arena, elastic._shared.arena
+        [(kv, _)], slots = elastic._shared.kv._arenas, elastic._shared.arena
 
         def held_bytes() -> int:
             return kv.committed_bytes + slots.committed_bytes

@@ -95,7 +95,11 @@ class Beside:
             source = next(has, None)
             assert source is not None, f"{first} tokens have keys that no sequence had"
             cache.claim(made.kv, 0, first)
-            cache.rows(made.kv, 0, first)[:] = cache.rows(source.kv, 0, first)
+            copies = zip(
+                cache.rows(made.kv, 0, first), cache.rows(source.kv, 0, first), strict=True
+            )
+            for copy, array in copies:
+                copy[:] = array
             made.tokens[:first] = known[:first]
         return made
 
