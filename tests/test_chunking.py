@@ -23,6 +23,7 @@ from lowtide.errors import InternalError, PlanError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Form
 from lowtide.layers.batch import KVRange, Segment
+from lowtide.memory import chunking
 from lowtide.memory.arena import HUGE_PAGE_BYTES
 from lowtide.memory.chunking import (
     EACH_TILE,
@@ -43,6 +44,16 @@ from lowtide.memory.planner import ArenaPlaces, Graph
 from lowtide.memory.template import Sample, Template, bounds, symbols
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.model_writing.synth import synth
+
+
+@given(st.integers(1, 2000), st.integers(0, 1600), st.sampled_from([16, 64, 512, 768]))
+def test_no_shorter_pass_has_a_longer_tile_than_was_bounded(
+    num_rows: int, num_fewer: int, tile_rows: int
+) -> None:
+    most = chunking.at_most(num_rows, tile_rows)
+    for fewer in (max(1, num_rows - num_fewer), min(num_rows, tile_rows + 15), num_rows):
+        assert max(tile.stop - tile.start for tile in tiles(fewer, tile_rows)) <= most
+    assert most <= num_rows
 
 
 @given(st.integers(1, 5000), st.sampled_from([16, 64, 512, 768]), st.integers(1, 100))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exact_offsets import least_arena_bytes
 from examples import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from poison import PoisonedWorkspace
 from torch import Tensor
@@ -26,7 +26,15 @@ from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.planner import ArenaPlaces, Graph, Moment, Place, Transient, first_fit
+from lowtide.memory.planner import (
+    ArenaPlaces,
+    Graph,
+    Moment,
+    Place,
+    Transient,
+    first_fit,
+    lowest_gap,
+)
 from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
 from lowtide.model_writing.synth import synth
@@ -69,6 +77,19 @@ def graph_of(program: list[Any]) -> Graph:
     registrar = Registrar()
     run(program, registrar, [], [])
     return registrar.graph
+
+
+@given(
+    st.lists(st.builds(Place, st.integers(0, 40), st.integers(1, 40)), max_size=8),
+    st.integers(1, 30),
+)
+@example([Place(0, 20), Place(5, 3)], 4)
+def test_the_lowest_gap_is_free_and_none_is_lower(taken: list[Place], num_bytes: int) -> None:
+    bytes_taken = {byte for place in taken for byte in range(place.start, place.stop)}
+    starts = [
+        start for start in range(90) if bytes_taken.isdisjoint(range(start, start + num_bytes))
+    ]
+    assert lowest_gap(taken, num_bytes) == starts[0]
 
 
 @given(programs)
