@@ -63,6 +63,7 @@ SHAPES: Mapping[str, Shape] = {
     "LLaDA2-mini": Shape(2048, 512),
     "Qwen3-30B": Shape(2048, 768),
     "DeepSeek-V2-Lite": Shape(2048, 1408),
+    "gpt-oss-20b": Shape(2880, 2880),
     "Mixtral": Shape(4096, 14336),
 }
 

@@ -102,11 +102,12 @@ def _token_bytes(engine: Engine, depth: int) -> int:
     if not config.tie_word_embeddings:
         del weights[f"{model.names.embedding}.weight"]
     of_experts = config.moe.num_experts_per_token * len(config.moe_layers)
-    windows = [getattr(layer.mixer, "window", 0) for layer in config.layers]
-    seen = sum(min(depth, window or depth) for window in windows)
-    storage = model.kv_cache._storage
-    of_keys = storage.shape[1] * storage.shape[2] * storage.shape[4] * storage.itemsize
-    return sum(weights.values()) + of_experts * engine.plan.host.slot_bytes + seen * of_keys
+    seen_bytes = 0
+    for layer, each in enumerate(config.layers):
+        seen = min(depth, getattr(each.mixer, "window", 0) or depth)
+        arrays = {x.data_ptr(): x for x in model.kv_cache.arrays(layer) or ()}  # a latent is one
+        seen_bytes += seen * sum(x[:, 0].nbytes for x in arrays.values())
+    return sum(weights.values()) + of_experts * engine.plan.host.slot_bytes + seen_bytes
 
 
 def _options() -> argparse.Namespace:

@@ -50,14 +50,14 @@ _OF_LAYERS = ("moe_layer_freq", "layer_types")
 
 
 def _with_words(size: SynthSize, num_words: int) -> SynthSize:
-    """The same with a shorter vocabulary; special tokens beyond it are the last."""
+    """The same with another vocabulary, which ends in as many special tokens."""
+    shift = num_words - size.config["vocab_size"]
     config = {
-        name: min(value, num_words - 1)
-        if name.endswith("_token_id") and isinstance(value, int)
-        else value
+        name: value + shift if name.endswith("_token_id") and isinstance(value, int) else value
         for name, value in size.config.items()
     }
-    return replace(size, config={**config, "vocab_size": num_words})
+    config["vocab_size"] = num_words
+    return replace(size, config=config, eos_token_id=size.eos_token_id + shift)
 
 
 def _with_layers(size: SynthSize, num_layers: int) -> SynthSize:
