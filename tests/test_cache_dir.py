@@ -56,7 +56,8 @@ def kept_bits(llm: LLM) -> np.ndarray:
     def look(engine: Engine) -> np.ndarray:
         cache = engine.kv_cache
         kept = cache._kept[-1]
-        return cache.rows(kept, 0, kept.num_written).copy()
+        [rows] = cache.rows(kept, 0, kept.num_written)
+        return rows.copy()
 
     return llm._loop.run(look)
 
