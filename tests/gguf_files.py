@@ -254,7 +254,7 @@ def _of_minimax(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_count(config.num_local_experts)
     writer.add_expert_feed_forward_length(config.intermediate_size)
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    rotary = config.head_dim * config.rope_parameters["partial_rotary_factor"]
+    rotary = config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)
     writer.add_rope_dimension_count(int(rotary))
 
 

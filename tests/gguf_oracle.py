@@ -63,6 +63,8 @@ def random_model(family: str, seed: int, **others: Any) -> torch.nn.Module:
     row = FAMILIES[family]
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "eos_token_id": None}
     values = {**row.values(rng), **sizes, **SIZES[family], **others}
+    if "mlp_layer_types" in values:  # files tell only how many layers are dense, which come first
+        values["mlp_layer_types"].sort()
     if family == "gpt_oss" and "truncate" in values["rope_parameters"]:
         values["rope_parameters"]["truncate"] = False
     model = row.model_class(row.config_class(**values))

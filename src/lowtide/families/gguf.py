@@ -127,7 +127,11 @@ class GgufKeys:
 
         Raises UnsupportedError if these numbers differ.
         """
-        value = self.get(key)
+        return None if self.get(key) is None else self.need_even(key)
+
+    def need_even(self, key: str) -> Value:
+        """Return a required value as `even` does; raises ConfigError too if it is missing."""
+        value = self.need(key)
         if not isinstance(value, GgufArray):
             return value
         numbers = set(self.of_layers(key))
@@ -253,21 +257,19 @@ def usual_config(
 def dense_config(keys: GgufKeys, architecture: str) -> Config:
     """Convert the metadata of a decoder without experts; architecture: as for `usual_config`."""
     keys.only("expert_count", 0)
-    keys.need("feed_forward_length")
-    width = keys.even("feed_forward_length")
+    width = keys.need_even("feed_forward_length")
     return {**_decoder_config(keys, architecture), "intermediate_size": width}
 
 
 def _decoder_config(keys: GgufKeys, architecture: str) -> Config:
     keys.only("attention.causal", True)
-    keys.need("attention.head_count")
     vocab_size = keys.shapes.get("token_embd.weight", (0,))[0]
     config: Config = {
         "architectures": [architecture],
         "vocab_size": vocab_size or keys.need("vocab_size"),
         "hidden_size": keys.need("embedding_length"),
         "num_hidden_layers": keys.need("block_count"),
-        "num_attention_heads": keys.even("attention.head_count"),
+        "num_attention_heads": keys.need_even("attention.head_count"),
         "num_key_value_heads": keys.even("attention.head_count_kv"),
         "head_dim": keys.get("attention.key_length"),
         "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
