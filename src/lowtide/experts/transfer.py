@@ -52,7 +52,7 @@ class Transfer(Protocol):
         ...
 
     def drain(self) -> None:
-        """Wait until no slot is being filled."""
+        """Wait until no slot is being filled; what has not begun may be given up."""
         ...
 
     def close(self) -> None:
