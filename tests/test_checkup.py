@@ -29,7 +29,7 @@ def diagnosis(gpu: str | None = None, disk_bytes_per_s: float = 2e9) -> Diagnosi
 
 @pytest.fixture(autouse=True)
 def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "choose_kernels", lambda *_: None)
+    monkeypatch.setattr(checkup, "choose_kernels", lambda *_, **__: None)
     monkeypatch.setattr(checkup, "available_memory_bytes", lambda: 30 * GIB)
     monkeypatch.setattr(checkup, "cache_folder", lambda: tmp_path / "not" / "made" / "yet")
     monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: SimpleNamespace(free=99 * GIB))
@@ -45,7 +45,7 @@ def test_each_fault_comes_with_its_remedy(tmp_path: Path, monkeypatch: pytest.Mo
     def no_compiler() -> None:
         raise UnsupportedError("There is no C++ compiler; install one of c++, g++.")
 
-    monkeypatch.setattr(checkup, "choose_kernels", lambda *_: REFERENCE)
+    monkeypatch.setattr(checkup, "choose_kernels", lambda *_, **__: REFERENCE)
     monkeypatch.setattr(checkup, "find_compiler", no_compiler)
     monkeypatch.setattr(checkup, "available_memory_bytes", lambda: GIB)
     monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))

@@ -326,10 +326,13 @@ def test_every_architecture_has_a_family() -> None:
         "LLaDAMoEModel",
         "LLaDAMoEModelLM",
         "LLaDAModelLM",
+        "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MixtralForCausalLM",
         "OlmoeForCausalLM",
+        "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
     )
     for name in ("BailingMoeV2ForCausalLM", "LLaDA2MoeModelLM"):

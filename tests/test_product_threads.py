@@ -97,7 +97,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     told = Told()
     monkeypatch.setattr(linear_module, "SPLIT_BYTES", 0)
     monkeypatch.setattr(causal_attention, "SPLIT_OPERATIONS", 1)
-    monkeypatch.setattr(opening, "choose_kernels", lambda *_: told.kernels())
+    monkeypatch.setattr(opening, "choose_kernels", lambda *_, **__: told.kernels())
     for owner, name in (
         (torch, "mm"),
         (torch, "addmm"),
