@@ -177,6 +177,13 @@ class Recipe:
     asks_scores: bool = False
     contradiction: Callable[[Mapping[str, object]], str | None] = lambda options: None
 
+    def __post_init__(self) -> None:
+        if not all(isinstance(option, PolicyOption) for option in self.options):
+            raise UsageError(
+                'Recipe.options: give a tuple of PolicyOption, such as (PolicyOption("decay", '
+                f"0.9, 0.0, 1.0),), not {self.options!r:.80}."
+            )
+
     @property
     def unused_without_device(self) -> tuple[str, ...]:
         """Names of its policies that the host alone does not use."""
