@@ -9,7 +9,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -61,33 +61,31 @@ class Client:
 
 
 @contextmanager
-def template_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Waiting:
-    waits = asyncio.Event()
-
-    async def token_ids(*_: object, **__: object) -> list[int]:
-        waits.set()
-        await asyncio.Event().wait()
-        return []
-
-    monkeypatch.setattr(service.llm, "token_ids", token_ids)
-    yield waits
-
-
-@contextmanager
-def grammar_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Waiting:
-    """In its thread."""
+def waiting_in_its_thread(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> Waiting:
     waits, end, running = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
-    def request(*_: object) -> Request:
+    def call(*_: object, **__: object) -> None:
         running.call_soon_threadsafe(waits.set)
         end.wait(LIMIT_S)
         raise AssertionError("not waited for")
 
-    monkeypatch.setattr(service, "_request", request)
+    monkeypatch.setattr(owner, name, call)
     try:
         yield waits
     finally:
         end.set()
+
+
+def template_that_waits(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> AbstractContextManager[asyncio.Event]:
+    return waiting_in_its_thread(service.llm, "prompt_ids", monkeypatch)
+
+
+def grammar_that_waits(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> AbstractContextManager[asyncio.Event]:
+    return waiting_in_its_thread(service, "_request", monkeypatch)
 
 
 @contextmanager
