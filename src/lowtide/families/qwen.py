@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from lowtide.config import keys
+from lowtide.config import ModelConfig, keys
 from lowtide.config.fields import MAX_LAYERS, Fields
-from lowtide.config.specs import ExpertSpec
+from lowtide.config.keys import Origin
+from lowtide.config.specs import AttentionSpec, ExpertSpec
 
 
 def qwen_experts(fields: Fields, shared_size: int = 0) -> ExpertSpec:
@@ -16,7 +17,17 @@ def qwen_experts(fields: Fields, shared_size: int = 0) -> ExpertSpec:
     )
 
 
-def qwen_moe_layers(fields: Fields) -> list[int]:
+def qwen_decoder(
+    fields: Fields, origin: Origin, attention: AttentionSpec, experts: ExpertSpec
+) -> ModelConfig:
+    """Read a model in which some layers may have a dense MLP in place of experts."""
+    moe_layers = _moe_layers(fields)
+    every = len(moe_layers) == keys.num_layers(fields)
+    dense_size = 0 if every else keys.width(fields, "intermediate_size")
+    return keys.decoder(fields, origin, attention, experts, dense_size, moe_layers=moe_layers)
+
+
+def _moe_layers(fields: Fields) -> list[int]:
     """Return the layers with experts."""
     count = keys.num_layers(fields)
     step = fields.integer("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)
@@ -24,9 +35,3 @@ def qwen_moe_layers(fields: Fields) -> list[int]:
     if not isinstance(dense, list | tuple):
         raise fields.error("mlp_only_layers", "must be a list of layers")
     return [layer for layer in range(count) if (layer + 1) % step == 0 and layer not in dense]
-
-
-def qwen_dense_size(fields: Fields) -> int:
-    """Return the MLP width of layers without experts; 0 if every layer has experts."""
-    every = len(qwen_moe_layers(fields)) == keys.num_layers(fields)
-    return 0 if every else keys.width(fields, "intermediate_size")

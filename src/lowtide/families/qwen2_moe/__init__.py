@@ -6,7 +6,7 @@ from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
-from lowtide.families.qwen import qwen_dense_size, qwen_experts, qwen_moe_layers
+from lowtide.families.qwen import qwen_decoder, qwen_experts
 from lowtide.families.qwen2_moe.gguf import GGUF
 from lowtide.schemas.parts import decoder, in_layers, mlp, router, separate_qkv
 from lowtide.schemas.schema import ModelSchema, TensorSpec
@@ -17,14 +17,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     has_qkv_bias = fields.boolean("qkv_bias", default=True)
     attention = keys.grouped_attention(fields, can_stretch=True, has_qkv_bias=has_qkv_bias)
     experts = qwen_experts(fields, keys.width(fields, "shared_expert_intermediate_size"))
-    return keys.decoder(
-        fields,
-        origin,
-        attention,
-        experts,
-        qwen_dense_size(fields),
-        moe_layers=qwen_moe_layers(fields),
-    )
+    return qwen_decoder(fields, origin, attention, experts)
 
 
 def schema(config: ModelConfig) -> ModelSchema:

@@ -6,7 +6,7 @@ from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
-from lowtide.families.qwen import qwen_dense_size, qwen_experts, qwen_moe_layers
+from lowtide.families.qwen import qwen_decoder, qwen_experts
 from lowtide.families.qwen3_moe.gguf import GGUF
 from lowtide.schemas.parts import decoder, in_layers, normed_qkv, router
 from lowtide.schemas.schema import ModelSchema
@@ -17,14 +17,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     keys.refuse_sliding_windows(fields)
     attention = keys.grouped_attention(fields, can_stretch=True, has_qk_norm=True)
     experts = qwen_experts(fields)
-    return keys.decoder(
-        fields,
-        origin,
-        attention,
-        experts,
-        qwen_dense_size(fields),
-        moe_layers=qwen_moe_layers(fields),
-    )
+    return qwen_decoder(fields, origin, attention, experts)
 
 
 def schema(config: ModelConfig) -> ModelSchema:
