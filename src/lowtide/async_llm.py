@@ -151,13 +151,7 @@ class AsyncLLM(LoadedModel):
         max_tokens: tokenizing stops beyond it, and `TooManyTokens`, a UsageError, is raised.
         """
         return await asyncio.to_thread(
-            lambda: self.prompt_ids(
-                prompt,
-                raw=raw,
-                template_options=template_options,
-                add_special_tokens=add_special_tokens,
-                max_tokens=max_tokens,
-            )
+            self._intake.token_ids, prompt, raw, template_options, add_special_tokens, max_tokens
         )
 
     def prompt_ids(
