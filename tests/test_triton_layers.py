@@ -19,7 +19,7 @@ from lowtide.kernels.operands import HeadNorms
 from lowtide.kernels.reference import Kernels
 from lowtide.kernels.triton_kernels import TritonKernels
 from lowtide.layers.rotary import Rotary
-from lowtide.layers.router import SigmoidRouter, SoftmaxRouter
+from lowtide.layers.router import SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
 from lowtide.memory.workspace import Workspace
 
 # Of the largest output. The interpreter cuts off where a GPU rounds to bfloat16.
@@ -157,11 +157,10 @@ SMALL_CHOICES = [
 ]
 LARGE_CHOICES = [Choices(4096, 256, 8, 8, 4), Choices(517, 160, 6, 8, 3), Choices(4096, 128, 8)]
 HIDDEN = 16
+AnyRouter = SigmoidRouter | SoftmaxRouter | TopSoftmaxRouter
 
 
-def routers(
-    choices: Choices, device: str, kernels: Kernels
-) -> list[tuple[SigmoidRouter | SoftmaxRouter, Tensor]]:
+def routers(choices: Choices, device: str, kernels: Kernels) -> list[tuple[AnyRouter, Tensor]]:
     """With inputs of the dtype that each is used with."""
     _, num_experts, k, num_groups, num_kept = choices
     compute = on_this_thread(workspace(device), kernels)
@@ -169,7 +168,7 @@ def routers(
     bias = 0.3 * randn(num_experts, seed=2, device=device)
     x = randn(choices.num_tokens, HIDDEN, seed=3, device=device)
     groups = (num_groups, num_kept)
-    found: list[tuple[SigmoidRouter | SoftmaxRouter, Tensor]] = [
+    found: list[tuple[AnyRouter, Tensor]] = [
         (SigmoidRouter(compute, weight, bias, k, *groups, 0, 1, True, 2.5), x.half()),
         (SigmoidRouter(compute, weight, None, k, *groups, 0, 1, False, 1.0), x),
         (SoftmaxRouter(compute, weight, k, False, False, *groups, scaling_factor=16.0), x.half()),
@@ -178,6 +177,7 @@ def routers(
         found.append(
             (SoftmaxRouter(compute, weight.half(), k, True, rounds_weights=True), x.half())
         )
+        found.append((TopSoftmaxRouter(compute, weight, bias, k), x))
     return found
 
 
@@ -204,7 +204,7 @@ def test_of_equal_ranks_the_first_groups_first_experts_are_chosen(
     """Also of what is not a number."""
     first = torch.arange(choices.k, device=device).expand(choices.num_tokens, -1)
     for one, x in routers(choices, device, TRITON):
-        if isinstance(one, SigmoidRouter) and one.bias is not None:
+        if not isinstance(one, SoftmaxRouter) and one.bias is not None:
             continue
         for value in (0.0, torch.nan):
             found = one.route(torch.full_like(x, value), [])

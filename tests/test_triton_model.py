@@ -33,6 +33,7 @@ KERNELS = {
 USED = {
     "llada2": {"rms_norm", "normalise_and_rotate", "choose_experts"},
     "deepseek_v2": {"rms_norm", "rotate", "choose_experts"},
+    "gpt_oss": {"rms_norm", "rotate", "choose_experts"},
 }
 HEAD = {"reduce_tiles", "join_tiles"}
 USED_BY_DENOISING = {

@@ -108,6 +108,8 @@ def main() -> None:
     sigmoid |= {"NUM_GROUP_BEST": 2, "BLOCK_G": 8, "BLOCK_S": 32}  # LLaDA2's 256 experts
     softmax = {"IS_SIGMOID": False, "NORMALISE": True, "ROUNDS_WEIGHTS": True, "bias": None}
     softmax |= {"NUM_GROUP_BEST": 1, "BLOCK_G": 1, "BLOCK_S": 128}  # Qwen3's
+    softmax["OF_CHOSEN"] = sigmoid["OF_CHOSEN"] = False
+    of_chosen = {**softmax, "OF_CHOSEN": True, "NORMALISE": False}  # gpt-oss'
     narrow_choose = {name: kind for name, kind in choose.items() if name != "bias"}
     narrow_choose["logits"] = "*bf16"
     norm = {"x": "*bf16", "x_stride": "i32", "weight": "*bf16", "eps": "fp32", "out": "*bf16"}
@@ -212,6 +214,7 @@ def main() -> None:
             for name, kernel, types, constants, options in (
                 ("sigmoid", triton_routing._choose_experts, choose, sigmoid, one_warp),
                 ("softmax", triton_routing._choose_experts, narrow_choose, softmax, one_warp),
+                ("chosen", triton_routing._choose_experts, narrow_choose, of_chosen, one_warp),
                 ("norm", triton_rows._rms_norm, norm, {"BLOCK": 2048}, {"num_warps": 4}),
                 ("rotate", triton_rows._rotate, rotate, {"BLOCK": 64}, unfused),
                 (

@@ -57,8 +57,9 @@ def choose_experts(
         choice.num_groups_kept,
         choice.scaling_factor,
         IS_SIGMOID=choice.is_sigmoid,
+        OF_CHOSEN=choice.of_chosen,
         NORMALISE=choice.normalise,
-        ROUNDS_WEIGHTS=choice.rounds_weights,
+        ROUNDS_WEIGHTS=choice.rounds_weights or choice.of_chosen,
         NUM_GROUP_BEST=min(choice.num_group_best, group_size),
         BLOCK_G=triton.next_power_of_2(choice.num_groups),
         BLOCK_S=triton.next_power_of_2(group_size),
@@ -123,6 +124,7 @@ def _choose_experts(
     num_groups_kept,
     scaling_factor,
     IS_SIGMOID: tl.constexpr,
+    OF_CHOSEN: tl.constexpr,
     NORMALISE: tl.constexpr,
     ROUNDS_WEIGHTS: tl.constexpr,
     NUM_GROUP_BEST: tl.constexpr,
@@ -137,7 +139,8 @@ def _choose_experts(
     is_expert = (group < num_groups) & (member < group_size)
     experts = group * group_size + member
     logit = tl.load(logits + token * num_experts + experts, mask=is_expert, other=-float("inf"))
-    score = _scores(logit.to(tl.float32), IS_SIGMOID)
+    # Of logits that differ by little the softmax may be the same.
+    score = logit.to(tl.float32) if OF_CHOSEN else _scores(logit.to(tl.float32), IS_SIGMOID)
     rank = score
     if bias is not None:
         rank += tl.load(bias + experts, mask=is_expert, other=0.0)
@@ -147,6 +150,8 @@ def _choose_experts(
         rank = tl.where(is_expert, rank, -float("inf"))
         rank = _limit_to_groups(rank, num_groups, num_groups_kept, NUM_GROUP_BEST, BLOCK_G, BLOCK_S)
     is_chosen = _best(rank, is_expert, num_chosen, BLOCK_G * BLOCK_S)
+    if OF_CHOSEN:
+        score = _scores(tl.where(is_chosen, score, -float("inf")), IS_SIGMOID)
     weight = _weights(score, logit, is_chosen, NORMALISE, ROUNDS_WEIGHTS)
     place = token * num_chosen + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(chosen + place, experts.to(tl.int64), mask=is_chosen)
