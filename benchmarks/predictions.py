@@ -127,7 +127,7 @@ def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--formats", nargs="+", default=[OWN_FORMAT, "q4"], help="of weights")
-    parser.add_argument("--new", type=int, default=48, help="tokens of an answer")
+    parser.add_argument("--new", type=int, default=200, help="tokens of an answer")
     parser.add_argument("--runs", type=int, default=3, help="loads of each case")
     return parser.parse_args()
 

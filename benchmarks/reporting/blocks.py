@@ -38,7 +38,16 @@ PAGES = (
     README,
     *(
         Path(f"docs/{name}.md")
-        for name in ("buddymoe", "evidence", "formats", "measured", "memory", "policies", "quality")
+        for name in (
+            "buddymoe",
+            "evidence",
+            "formats",
+            "measured",
+            "memory",
+            "policies",
+            "quality",
+            "scale",
+        )
     ),
 )
 """Pages to rewrite, relative to the repository."""

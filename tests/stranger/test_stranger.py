@@ -123,7 +123,7 @@ def test_a_policy_in_a_file_runs_in_generate_and_simulate(
         (None, "there is no such file", 1),
         ("1 / 0", "ends with ZeroDivisionError", 2),
         ("def", "ends with SyntaxError", 2),
-        ("", "Policy 'nobody' is not known", 2),
+        ("", "registers no new policy", 2),
     ],
 )
 def test_a_file_that_does_not_work_is_refused(

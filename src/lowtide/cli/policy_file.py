@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 from lowtide.errors import LowtideError, StorageError, UsageError
+from lowtide.policies.catalogue import CATALOGUE
 
 
 def load_policy_file(path: Path) -> None:
     """Run a file that calls `lowtide.extend.register_policy`.
 
-    Raises StorageError for a file that cannot be read, UsageError for one that fails.
+    Raises StorageError for a file that cannot be read, UsageError for one that fails or registers
+    no policy.
     """
     if not path.is_file():
         raise StorageError(f"--policy-file {path}: there is no such file.")
@@ -22,6 +24,7 @@ def load_policy_file(path: Path) -> None:
         raise UsageError(f"--policy-file {path}: give a Python file, whose name ends with .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where data classes look for their module
+    before = set(CATALOGUE)
     try:
         spec.loader.exec_module(module)
     except LowtideError:
@@ -30,3 +33,8 @@ def load_policy_file(path: Path) -> None:
         raise UsageError(
             f"--policy-file {path} ends with {type(error).__name__}: {error}; -v shows where."
         ) from error
+    if not CATALOGUE.keys() - before:
+        raise UsageError(
+            f"--policy-file {path} registers no new policy: call lowtide.extend.register_policy in "
+            "it, under a name of your own."
+        )

@@ -119,6 +119,9 @@ def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
     if count:
         noun = "slot" if count == 1 else "slots"
         slots = f" and {count} expert {noun} of {format_size(needs.slot_bytes)}"
+    # The most that a shorter context can save; advice that cannot help is not given.
+    left_bytes = needs.minimum_bytes - needs.kv_cache_bytes - needs.workspace_bytes
+    shorter = " or lower --context" if left_bytes < budget_bytes else ""
     # A model that keeps none has a layer's keys and values in the workspace.
     parts = f"workspace for a context of {context} tokens {format_size(needs.workspace_bytes)}"
     if needs.kv_cache_bytes:
@@ -128,6 +131,5 @@ def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
         f"A budget of {format_size(budget_bytes)} is too small: at least "
         f"{format_size(needs.minimum_bytes)} ({needs.minimum_bytes} bytes) are needed, for dense "
         f"weights {format_size(needs.dense_bytes)}, {parts}, "
-        f"read ring {format_size(needs.ring_bytes)}{slots}. Raise {flag} or lower "
-        "--context."
+        f"read ring {format_size(needs.ring_bytes)}{slots}. Raise {flag}{shorter}."
     )

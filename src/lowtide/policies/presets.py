@@ -102,8 +102,9 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
     _refuse_oracle(name)
     if name != AUTO and name not in CATALOGUE:
         raise UsageError(
-            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. For one of "
-            f"your own add --policy-file FILE.py.{meant(name, preset_names())}"
+            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. Those of "
+            "your own are the ones that the file of --policy-file registers."
+            f"{meant(name, preset_names())}"
         )
     parse_options(name, options)
 
