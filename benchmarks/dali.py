@@ -23,6 +23,7 @@ from common.dali_published import (
     FIGURE_13,
     FIGURE_17,
     FIGURE_18,
+    FIGURE_18D,
     FIGURE_19,
     FIGURE_22,
     TABLE_4,
@@ -30,7 +31,6 @@ from common.dali_published import (
     TABLE_8,
     TABLE_9,
 )
-from common.exact import exact_mask
 from common.published_numbers import Numbers
 from common.record import Recorder
 from common.simulated import generating_passes, policy_s, trace_shape
@@ -42,6 +42,7 @@ from fit_profiles import TABLE_4 as FITTED_TABLE_4
 
 from lowtide import LLM
 from lowtide.core import Facts, IntArray, Step, StepKind
+from lowtide.lab.best_assignments import MAX_STATES, exact_mask
 from lowtide.lab.calibrate import foresee, learn, split
 from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.simulator import simulate
@@ -64,7 +65,7 @@ NUM_NEW = 64
 CACHE_SHARES = (0.25, 0.5, 0.75)
 LENGTHS = (128, 256, 512, 1024)
 NUM_PIECES = 12  # of the text, for Table 8
-MAX_STATES = 1 << 16  # of the exact search, per layer
+
 DEMOS = {"Qwen": "demo:chat", "Mixtral": "demo:diffusion"}
 """Whose features stand where the weights are not here."""
 
@@ -164,6 +165,17 @@ def window_hits(numbers: Numbers, options: argparse.Namespace) -> None:
     for (window, other), value in FIGURE_18.items():
         more = hit_rate(window) - hit_rate(other)
         numbers.write("Figure 18", f"{window} over {other}, hit rate", value, [more], neutral=0.0)
+
+
+def hits_over_tokens(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Figure 18d: the hit rate of each layer, over groups of eight tokens of an answer."""
+    [case] = _cases("Mixtral-8x7B", (4,), options.layers)
+    report = simulate(case.part, _windowed((8, 1)), case.setting, hits=case.hits)
+    rates = report.hit_rates(8)  # [groups, layers]
+    of_groups = {f"tokens_{8 * i}": float(mean) for i, mean in enumerate(rates.mean(axis=1), 1)}
+    best = float(rates[-1].max())
+    of = "hit rate of the last 8 tokens, in the layer with most"
+    numbers.write("Figure 18", of, FIGURE_18D, [best], neutral=0.0, details=of_groups)
 
 
 def longer_answers(numbers: Numbers, options: argparse.Namespace) -> None:
@@ -320,6 +332,7 @@ PARTS: Mapping[str, Callable[[Numbers, argparse.Namespace], None]] = {
     "figures-14-19": parts_one_by_one,
     "figure-17": caches,
     "figure-18": window_hits,
+    "figure-18d": hits_over_tokens,
     "figure-22": longer_answers,
     "table-4": greedy_and_optimum,
     "table-6": scheduling,

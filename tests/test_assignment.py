@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from common.exact import exact_mask
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_facts import make_facts
@@ -21,6 +20,7 @@ from lowtide.lab.baselines import (
     LayerSplit,
     break_even_tokens,
 )
+from lowtide.lab.best_assignments import exact_mask
 from lowtide.policies.assignment import (
     AllFetch,
     AllHost,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from whole import LIMIT_S, answers, no_more_threads, settle
 
+from lowtide.cli.outlook import plan_line
 from lowtide.core import IntArray, Step
 from lowtide.decode.request import Request
 from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
@@ -33,6 +35,7 @@ from lowtide.lab.calibrate import calibrate
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.plan import plan_facts
 from lowtide.policies.presets import fetches_all, options_of, preset_names
 from lowtide.reading.file_reader import FileReader
 from lowtide.record import recorded
@@ -195,6 +198,16 @@ def test_what_a_calibration_knows(
         diffusion.check(llm)
         gate = tier_of(llm).early_gate
         assert gate is not None and ((gate.residual is not None) == (policy == "dali"))
+        sizes = {"dali": "8 swapped every 4 passes, 4 prefetched", "tide": r"tau \d+ by the paper"}
+        is_told = policy in sizes and options != {"tau": "auto"}
+        told = f"{policy}: {sizes[policy]}" if is_told else policy
+        assert re.search(rf"experts in memory \({told}\)", plan_line(llm.plan))
+        assert re.search(f"policy {told} ", plan_facts(llm.plan))
+        if is_told:
+            llm.adopt_policy("lru")
+            assert llm.plan.policy_sizes == ""
+            llm.adopt_policy(policy, options)
+            assert re.fullmatch(sizes[policy], llm.plan.policy_sizes)
 
 
 @pytest.fixture(scope="module")

@@ -53,10 +53,20 @@ ON_EXPERTS = ("devices", "hardware")
 HANDED_COMPUTE = ("models", "layers")
 NOT_FOR_THEM = ("threads", "devices", "kernels.choice", "memory.pinned_copies")
 # What `policies` and the planning half of `memory` may import besides the facts.
-PURE_FILES = ("policies", "lab.baselines", "memory.budget", "memory.pages", "memory.planner")
+PURE_FILES = ("policies", "lab.baselines", "lab.best_assignments", "memory.budget", "memory.pages")
+PURE_FILES += ("memory.planner",)
 PURE_FILES += ("memory.chunking", "memory.template", "memory.pass_planner")
 PURE_LIBRARIES = {"numpy", "__future__", "abc", "bisect", "collections", "dataclasses", "enum"}
-PURE_LIBRARIES |= {"functools", "heapq", "itertools", "math", "operator", "types", "typing"}
+PURE_LIBRARIES |= {
+    "fractions",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "operator",
+    "types",
+    "typing",
+}
 # Of the `serve` extra, and those rooms of the server that the command line uses without it.
 EXTRA = {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client", "llguidance"}
 WITHOUT_EXTRA = ("serve.settings", "serve.client_configs", "serve.context")

@@ -16,6 +16,7 @@ from lowtide.core import NO_EXPERTS, Costs, Facts, MoEShape, Moves, Step, StepKi
 from lowtide.errors import UsageError
 from lowtide.lab.calibration_report import step_similarity
 from lowtide.lab.profiles import DataSheet, PaperMachine, load_profile, parse_profile, profile_names
+from lowtide.lab.simulation.host_alone import compare_alone
 from lowtide.lab.simulation.simulator import Report, calibrate, compare, fastest_tau, simulate
 from lowtide.policies.assignment import AllFetch, AllHost, Greedy
 from lowtide.policies.catalogue import CATALOGUE, WAITS
@@ -60,6 +61,20 @@ def test_one_layer_by_hand() -> None:
     # All resident: no synchronisation.
     assert simulate(trace, "resident", setting).total_s == 13.0
     assert simulate(trace, "all-host", setting).total_s == 1.5 + 16
+
+
+def test_hit_rates_are_of_each_pass_and_of_groups_of_passes() -> None:
+    """Two layers keep experts 0 and 1; of each pass' experts so many are among them."""
+    passes = [[[0, 1], [0, 5]], [[0, 4], [5, 6]], [[4, 5], [0, 1]]]
+    trace = make_trace([[sorted(ids) for ids in each] for each in passes])
+    for report in (
+        simulate(trace, "fiddler", make_setting(trace, 2)),
+        *compare_alone(trace, ["fiddler"], make_setting(trace, 2)),
+    ):
+        assert report.hit_rates().tolist()[0] == [1.0, 0.5]
+        assert report.as_dict()["hit_rates"] == [0.75, 0.25, 0.5]
+        assert report.hit_rates(2).tolist() == [[0.75, 0.25], [0.0, 1.0]]
+    assert Report("none").as_dict()["hit_rates"] == []
 
 
 def test_two_staging_slots_keep_the_link_busy() -> None:

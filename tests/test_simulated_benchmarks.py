@@ -30,8 +30,9 @@ SHAPE = TraceShape(2, 16, 2)
 
 def test_every_preset_that_shares_is_a_row() -> None:
     rows = {variant.preset for variant in simulated.VARIANTS.values()}
-    # What buddymoe places is another's placement.
-    assert rows == CATALOGUE.keys() - {"resident", "buddymoe"}
+    # What buddymoe places is another's placement; some are variants that decide far longer.
+    unlisted = {"resident", "buddymoe", "tide-released", "dali-exact", "dali-beam"}
+    assert rows == CATALOGUE.keys() - unlisted
     known, trace = (synth_trace(SHAPE, num_blocks=1, steps_per_block=3, seed=s) for s in (0, 1))
     setting = simulated.make_setting(trace, COSTS, 4, known)
     reports = simulated.replay(trace, trace.hits(), setting, simulated.VARIANTS)
@@ -160,6 +161,18 @@ def test_what_one_window_hits_more_than_another(monkeypatch: pytest.MonkeyPatch)
             for w, u in windows
         ]
         assert row["here"] == pytest.approx(rates[0] - rates[1]) and row["neutral"] == 0
+
+
+def test_hits_over_an_answer_are_of_groups_of_eight_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dali, "NUM_NEW", 16)
+    recorder = Written()
+    dali.hits_over_tokens(dali.Numbers(recorder), Namespace(layers=2))
+    [row] = recorder.rows
+    assert row["place"] == "Figure 18" and row["published"] == 1.0
+    assert 0 < row["tokens_8"] <= 1 and 0 < row["tokens_16"] <= row["here"] <= 1
+    assert "tokens_24" not in row
 
 
 def test_shares_of_planning_are_of_its_time_and_the_layer_s(

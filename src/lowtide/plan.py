@@ -238,6 +238,8 @@ class MemoryPlan:
     requests about a twentieth."""
     texts_bytes: int = 0
     """Of a served model: the most additional memory while texts are tokenised."""
+    policy_sizes: str = ""
+    """Numbers that the policy's options come to for this model, if they are not constants."""
 
     @property
     def budget_bytes(self) -> int:
@@ -248,6 +250,11 @@ class MemoryPlan:
     def fast_tier(self) -> TierPlan:
         """The GPU's tier if there is one, else the host's."""
         return self.host if self.gpu is None else self.gpu
+
+    @property
+    def policy_in_force(self) -> str:
+        """The policy's name, with its sizes if it has any."""
+        return f"{self.policy}: {self.policy_sizes}" if self.policy_sizes else self.policy
 
     @property
     def everything_fits(self) -> bool:
@@ -300,7 +307,7 @@ def plan_rows(plan: MemoryPlan) -> list[list[str]]:
 
 def plan_facts(plan: MemoryPlan) -> str:
     """Describe device, policy, context and the budgets between which the plan lies."""
-    placed = f"policy {plan.policy}"
+    placed = f"policy {plan.policy_in_force}"
     sizes = [f"least that runs {format_size(plan.minimum_bytes)}"]
     if plan.num_experts:
         residents = sum(plan.residents_per_layer)

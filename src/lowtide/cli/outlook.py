@@ -27,7 +27,7 @@ def plan_line(plan: MemoryPlan) -> str:
     parts = [f"{plan.device}: {format_size(tier.used_bytes)} of {format_size(tier.budget_bytes)}"]
     if plan.num_experts:
         residents = sum(plan.residents_per_layer)
-        placed = f"{residents} of {plan.num_experts} experts in memory ({plan.policy})"
+        placed = f"{residents} of {plan.num_experts} experts in memory ({plan.policy_in_force})"
         parts.append("all experts in memory" if residents == plan.num_experts else placed)
     parts.append(f"context {plan.context}")
     prediction = plan.prediction

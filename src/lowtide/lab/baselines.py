@@ -6,16 +6,28 @@ The engine finds them by name (`lowtide.registry`), as it finds a stranger's. Pu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
 import numpy as np
 
-from lowtide.core import Assignment, BoolArray, Costs, Facts, FloatArray, IntArray, Step
+from lowtide.core import (
+    Assignment,
+    BoolArray,
+    Costs,
+    Facts,
+    FloatArray,
+    IntArray,
+    Step,
+    StepKind,
+)
+from lowtide.lab.best_assignments import Beam, Optimum
 from lowtide.policies.assignment import AllFetch, divide, from_the_back, is_here
-from lowtide.policies.catalogue import NUM_PREFETCH, first_experts
+from lowtide.policies.catalogue import CATALOGUE, NUM_PREFETCH, TAU, first_experts, tau_of
 from lowtide.policies.division import use_of
-from lowtide.policies.placement import Placement, Static, favourites
+from lowtide.policies.online_tau import OnlineTau
+from lowtide.policies.placement import Placement, Static, Tide, favourites
 from lowtide.policies.prefetch import Ahead, NextGate, NoPrefetch, Prefetch
 from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import PolicyInputs, Recipe, switch
@@ -207,6 +219,36 @@ class ScoreCache(Placement):
         return is_fetched
 
 
+class ReleasedTide(Tide):
+    """TIDE as its released code has it, where that differs from the paper's text.
+
+    The first experts by id are resident at the start, and every step of an answer's first block
+    refreshes. Several answers at once, which that code does not have, refresh at the interval
+    alone. (A refresh also waits for what it admits: `Recipe.waits`.)
+    """
+
+    def __init__(self, capacity: Sequence[int], num_experts: int, tau: int | OnlineTau) -> None:
+        super().__init__(len(capacity), num_experts, tau)
+        self._capacity = capacity
+        self._requests: set[int] = set()  # of the last pass
+        self._last_index = -1  # of the answer's denoising steps
+        self._is_first_block = False
+
+    def initial(self, layer: int) -> IntArray:
+        return np.arange(self._capacity[layer])
+
+    def refreshes(self, step: Step) -> bool:
+        requests = {-1} if step.rows is None else set(step.rows.request.tolist())
+        if requests.isdisjoint(self._requests):  # an answer begins
+            self._last_index, self._is_first_block = -1, True
+        self._requests = requests
+        self._is_first_block &= len(requests) == 1 and step.kind is not StepKind.DECODE
+        if step.kind is StepKind.DENOISE:  # each block begins its count again
+            self._is_first_block &= step.index > self._last_index
+            self._last_index = step.index
+        return self._is_first_block or super().refreshes(step)
+
+
 class Statistics(Prefetch):
     """Predicts experts that a calibration saw active together with the last layer's.
 
@@ -318,6 +360,15 @@ ALL_HOST = Recipe(first_experts, capacity=_no_experts)
 ON_DEMAND = Recipe(first_experts, lambda s: AllFetch(), capacity=_no_experts, fetches_all=True)
 # Keeps what a calibration used most and fetches the others.
 STATIC = Recipe(_best_known, lambda s: AllFetch(), fetches_all=True)
+# TIDE by its released code: each step of a first block refreshes, and waits for what it admits.
+TIDE_RELEASED = Recipe(
+    lambda s: ReleasedTide(s.capacity, s.num_experts, tau_of(s, waits=True)),
+    options=(TAU,),
+    waits=lambda s: True,
+)
+# DALI with the assignments that it compares its greedy with: the optimum, and a beam of two.
+DALI_EXACT = replace(CATALOGUE["dali"], assignment=lambda s: Optimum())
+DALI_BEAM = replace(CATALOGUE["dali"], assignment=lambda s: Beam())
 # Fiddler: a static set, the others on the host.
 FIDDLER = Recipe(
     _best_known,

@@ -109,6 +109,10 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
         others = [option.name for option in bases[name].options]
         return _stray({placement.name, *others}, options, f"placement={name}", others)
 
+    def sizes(options: Mapping[str, object], num_experts: int, has_device: bool) -> str:
+        name = str(options.get(placement.name, placement.default))
+        return bases[name].sizes(options, num_experts, has_device)
+
     def borrowed() -> list[PolicyOption[object]]:
         return [option for name in _Names(bases) for option in bases[name].options]
 
@@ -127,6 +131,7 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
         substitutes=lambda options: options.get(MISS.name, MISS.default) != "wait",
         max_mass=max_mass,
         contradiction=contradiction,
+        sizes=sizes,
     )
 
 

@@ -6,6 +6,9 @@ own; others are registered (`lowtide.extend`), baselines by `lowtide.lab.baselin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple, cast
+
 from lowtide.errors import UsageError
 from lowtide.policies import buddymoe
 from lowtide.policies.assignment import AllFetch, Assign, Balance, Greedy
@@ -32,12 +35,40 @@ TAU: PolicyOption[int | FollowDrift | SolvedTau] = PolicyOption(
 WAITS = switch("waits")  # a refresh, for what it admits; else the moves follow
 STARTS_EMPTY = switch("starts_empty")  # prompts refresh nothing: no expert is resident at first
 W_SIZE = PolicyOption("w_size", 4, 1, MAX_WHOLE)  # steps of a window
-U_SIZE = PolicyOption("u_size", 8, 0, MAX_WHOLE)  # residents that a window may swap, at most
+# Residents that a window may swap and experts prefetched, at most; by default `dali_sizes`.
+U_SIZE: PolicyOption[int | None] = PolicyOption("u_size", None, 0, MAX_WHOLE)
+DALI_PREFETCH: PolicyOption[int | None] = PolicyOption("num_prefetch", None, 0, MAX_WHOLE)
 # Whether all of them are swapped, as printed, or only those that score less than who comes.
 SWAP = PolicyOption("swap", True, words={"always": True, "better": False})
 NUM_PREFETCH = PolicyOption("num_prefetch", 4, 0, MAX_WHOLE)  # of a layer, at most
 # Moves of a forward pass, at most; any number unless given.
 MAX_STEP_BYTES: PolicyOption[int | None] = PolicyOption("max_step_bytes", None, 1, 10**15)
+_MIXTRALS_EXPERTS = 8
+
+
+class DaliSizes(NamedTuple):
+    """Sizes of DALI's cache and prefetch."""
+
+    w_size: int
+    u_size: int
+    num_prefetch: int
+
+
+def dali_sizes(options: Mapping[str, object], num_experts: int) -> DaliSizes:
+    """Return the sizes asked for, and otherwise those that the paper uses (6.1, A.6).
+
+    They are Mixtral's in layers of at most 8 experts, else DeepSeek's and Qwen's.
+    """
+    is_small = num_experts <= _MIXTRALS_EXPERTS
+    own = {W_SIZE.name: W_SIZE.default, U_SIZE.name: 1 if is_small else 8}
+    own |= {DALI_PREFETCH.name: 1 if is_small else 4}
+    return DaliSizes(*(cast(int, options.get(name, size)) for name, size in own.items()))
+
+
+def _told_dali(options: Mapping[str, object], num_experts: int, has_device: bool) -> str:
+    w_size, u_size, num_prefetch = dali_sizes(options, num_experts)
+    ahead = f", {num_prefetch} prefetched" if has_device else ""
+    return f"{u_size} swapped every {w_size} passes{ahead}"
 
 
 def first_experts(inputs: PolicyInputs) -> Placement:
@@ -54,11 +85,12 @@ def _lru(inputs: PolicyInputs) -> Placement:
 
 def _tide(inputs: PolicyInputs) -> Placement:
     starts_empty = STARTS_EMPTY.of(inputs)
-    return Tide(inputs.num_layers, inputs.num_experts, _tau(inputs), starts_empty)
+    tau = tau_of(inputs, WAITS.of(inputs))
+    return Tide(inputs.num_layers, inputs.num_experts, tau, starts_empty)
 
 
 def _dali(inputs: PolicyInputs) -> Placement:
-    w_size, u_size = W_SIZE.of(inputs), U_SIZE.of(inputs)
+    w_size, u_size, _ = dali_sizes(inputs.options, inputs.num_experts)
     capacity, always = inputs.capacity, SWAP.of(inputs)
     return DaliWindow(capacity, inputs.num_experts, w_size, u_size, inputs.seed, always)
 
@@ -68,13 +100,17 @@ def _lowtide(inputs: PolicyInputs) -> Placement:
         inputs.capacity,
         inputs.num_experts,
         inputs.costs,
-        tau=_tau(inputs),
+        tau=tau_of(inputs, waits=False),
         max_step_bytes=MAX_STEP_BYTES.of(inputs),
         frequency=inputs.frequency,
     )
 
 
-def _tau(inputs: PolicyInputs) -> int | OnlineTau:
+def tau_of(inputs: PolicyInputs, waits: bool) -> int | OnlineTau:
+    """Return the interval; waits: a refresh waits for what it admits.
+
+    Raises UsageError for `tau=paper` that is not solved.
+    """
     tau = TAU.of(inputs)
     if isinstance(tau, SolvedTau):
         raise UsageError(f"tau={tau.value} is to be solved from a calibration first.")
@@ -85,7 +121,7 @@ def _tau(inputs: PolicyInputs) -> int | OnlineTau:
         inputs.num_experts,
         max(1, round(sum(inputs.capacity) / num_layers)),
         inputs.costs,
-        waits=WAITS.of(inputs),
+        waits=waits,
         tau=tau.start,
         watched=range(0, num_layers, max(1, num_layers // 4)),
         on_change=inputs.on_tau_change,
@@ -127,8 +163,9 @@ _OWN: dict[str, Recipe] = {
     "dali": Recipe(
         _dali,
         lambda s: Greedy(),
-        lambda s: Residual(NUM_PREFETCH.of(s)),
-        options=(W_SIZE, U_SIZE, NUM_PREFETCH, SWAP),
+        lambda s: Residual(dali_sizes(s.options, s.num_experts).num_prefetch),
+        options=(W_SIZE, U_SIZE, DALI_PREFETCH, SWAP),
+        sizes=_told_dali,
     ),
     # Mixtral-Offloading: the experts used last, the others fetched.
     "lru": Recipe(_lru, lambda s: AllFetch(), fetches_all=True),

@@ -45,6 +45,7 @@ class Policies:
     readmission: of replaced experts, without a device.
     asks_routing: facts include each token's experts and weights.
     asks_scores: facts also include the router's scores.
+    solved: options that were computed for this model and machine, for the plan's line.
     """
 
     placement: Placement
@@ -58,6 +59,7 @@ class Policies:
     readmission: Readmission | None = None
     asks_routing: bool = False
     asks_scores: bool = False
+    solved: str = ""
     _ranks: Ranks | None = field(default=None, init=False)
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:

@@ -201,10 +201,14 @@ class Tide(Placement):
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         """Rank experts by the tokens of this pass alone, and admit none between refreshes."""
         self._rank.fill(0)
-        is_left_out = self._starts_empty and step.kind is StepKind.PREFILL
-        if not is_left_out and step.index % interval(self._tau) == 0:
+        if self.refreshes(step):
             return Ranks(self._rank, capacity, per_token=1)
         return Ranks(self._rank, capacity, most=0, per_token=1, low_ids_leave=True)
+
+    def refreshes(self, step: Step) -> bool:
+        """Return True if a pass chooses the residents anew; called once for each pass."""
+        is_left_out = self._starts_empty and step.kind is StepKind.PREFILL
+        return not is_left_out and step.index % interval(self._tau) == 0
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
         """Show the pass's demand to an interval that follows the drift."""

@@ -156,6 +156,16 @@ def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False)
     return name, "asked for"
 
 
+def sizes_of(
+    preset: str, policy: str, options: Mapping[str, str], num_experts: int, *, has_device: bool
+) -> str:
+    """Return what a policy's options come to in layers of `num_experts`, for the plan's line.
+
+    preset: that runs. Empty if all of its options are constants.
+    """
+    return recipe(preset).sizes(parse_options(policy, options), num_experts, has_device)
+
+
 def make_policies(preset: str, inputs: PolicyInputs, *, everything_fits: bool) -> Policies:
     """Make a preset's policies; with room for every expert, those of `resident`."""
     return recipe("resident" if everything_fits else preset).policies(inputs)

@@ -159,6 +159,7 @@ class Recipe:
     substitutes: True if these options do. max_mass: limit for each request.
     asks_scores: its substitution needs the router's scores in its facts.
     contradiction: returns an error message for contradictory options, or None.
+    sizes: what options come to in layers of so many experts, beside a device or not, in words.
     """
 
     placement: Callable[[PolicyInputs], Placement]
@@ -176,6 +177,7 @@ class Recipe:
     max_mass: Callable[[PolicyInputs], float | None] = lambda inputs: None
     asks_scores: bool = False
     contradiction: Callable[[Mapping[str, object]], str | None] = lambda options: None
+    sizes: Callable[[Mapping[str, object], int, bool], str] = lambda options, num, has_device: ""
 
     def __post_init__(self) -> None:
         if not all(isinstance(option, PolicyOption) for option in self.options):

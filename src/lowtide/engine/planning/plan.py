@@ -27,7 +27,7 @@ from lowtide.kernels.stored import unpacking_bytes
 from lowtide.memory.budget import Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.plan import OWN_FORMAT, MemoryPlan
-from lowtide.policies.presets import choose_preset, fetches_all
+from lowtide.policies.presets import choose_preset, fetches_all, sizes_of
 from lowtide.reading.file_reader import ring_bytes
 from lowtide.schemas import WeightMap
 
@@ -54,11 +54,14 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
     else:
         budget_bytes = _device_bytes(needs, asked.gpu_memory, memory.device)
     tier, residents = spend(needs, budget_bytes, context.num_tokens)
-    fits = budget_bytes >= needs.full_bytes
+    fits, sizes = budget_bytes >= needs.full_bytes, ""
     if memory.experts is None:
         preset, reason = "none", "the model has no experts: there is nothing to place"
     else:
         preset, reason = choose_preset(asked.policy, everything_fits=fits, has_device=not is_host)
+        if not fits:
+            asked_for = asked.policy, asked.policy_options
+            sizes = sizes_of(preset, *asked_for, needs.num_experts, has_device=not is_host)
     remarks = [
         *_what_is_not_loaded(facts.weight_map),
         *_what_packing_saves(facts.folder, memory),
@@ -83,6 +86,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         cache=options.reuse.value,
         advised_bytes=_advised_bytes(needs, memory.dtype),
         formats=memory.formats,
+        policy_sizes=sizes,
     )
     if not is_host:
         home_needs = _home_needs(needs, memory)

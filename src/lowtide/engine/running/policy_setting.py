@@ -32,6 +32,7 @@ from lowtide.kernels.choice import compiled_buddies
 from lowtide.kernels.reference import Kernels
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.plan import MemoryPlan
+from lowtide.policies.catalogue import TAU
 from lowtide.policies.decision import Policies
 from lowtide.policies.online_tau import TauChange
 from lowtide.policies.prefetch import Gate
@@ -40,8 +41,10 @@ from lowtide.policies.presets import (
     choose_preset,
     make_policies,
     name_of,
+    options_of,
     parse_options,
     recipe,
+    sizes_of,
 )
 from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.policies.tau import FollowDrift, SolvedTau, calibrated_tau
@@ -115,6 +118,7 @@ def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
     if engine.elastic is not None:
         engine.elastic.restore()
     experts.adopt(policies, options.asked.report)
+    plan = with_sizes(plan, choice, experts)
     if engine.pass_plans is not None and planner.pass_planner is not None:
         engine.pass_plans.planner = planner.pass_planner
     set_early_gate(experts, engine.model.routers, calibration, engine.kv_cache.dtype)
@@ -204,16 +208,37 @@ def make_engine_policies(
     num_experts = host.ledger.num_experts
     if device is None:
         costs = _disk_costs(choice, host, plan.policy, compute_s)
-        inputs = _policy_inputs(choice, plan, num_experts, calibration, costs)
+    else:
+        costs = device.costs
+    inputs = _policy_inputs(choice, plan, num_experts, calibration, costs)
+    if device is None:
         unused = recipe(plan.policy).unused_without_device
         if unused and choice.policy == plan.policy and not plan.everything_fits:
             _log.warning(
                 "Without a device %s is its placement alone: its %s %s not used.",
                 *(plan.policy, " and its ".join(unused), "are" if len(unused) > 1 else "is"),
             )
-        return recipe(plan.policy).policies_without_device(inputs)
-    inputs = _policy_inputs(choice, plan, num_experts, calibration, device.costs)
-    return make_policies(plan.policy, inputs, everything_fits=plan.everything_fits)
+        policies = recipe(plan.policy).policies_without_device(inputs)
+    else:
+        policies = make_policies(plan.policy, inputs, everything_fits=plan.everything_fits)
+    return replace(policies, solved=_solved(choice, plan, inputs))
+
+
+def with_sizes(plan: MemoryPlan, choice: PolicyChoice, experts: ExpertRuntime) -> MemoryPlan:
+    """Return the plan with what the options of its policy come to."""
+    if plan.everything_fits:
+        return plan
+    num_experts, has_device = experts.host.ledger.num_experts, plan.gpu is not None
+    sizes = sizes_of(plan.policy, choice.policy, choice.options, num_experts, has_device=has_device)
+    told = ", ".join(filter(None, [sizes, experts.policies.solved]))
+    return replace(plan, policy_sizes=told)
+
+
+def _solved(choice: PolicyChoice, plan: MemoryPlan, inputs: PolicyInputs) -> str:
+    """Return the interval that `tau=paper` has come to, if the plan's policy has one."""
+    tau = parse_options(choice.policy, choice.options).get(TAU.name)
+    is_used = tau is SolvedTau.PAPER and TAU.name in options_of(plan.policy)
+    return f"tau {TAU.of(inputs)} by the paper" if is_used else ""
 
 
 def set_early_gate(

@@ -35,6 +35,7 @@ from lowtide.engine.running.policy_setting import (
     make_engine_policies,
     measure_compute,
     set_early_gate,
+    with_sizes,
     with_trial,
 )
 from lowtide.errors import CheckpointError, PlanError
@@ -72,6 +73,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
     planner = planner or Planner.of(config, memory, asked)
     device, shape = _dense_device(plan), config.moe_shape
     spare_forked_threads()
+    calibration = find_calibration(facts, asked.calibration)
     checkpoint = _found(facts.checkpoint, facts.folder)
     _check_machine(plan, asked.host_memory)
     if asked.check_weights:
@@ -105,7 +107,6 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         # Beside a device the host's threads are its experts'.
         threads = executor if plan.gpu is None else InlineExecutor()
         compute = Compute(threads, opened.kernels(device), workspace, device)
-        calibration = find_calibration(facts, asked.calibration)
         experts: ExpertRuntime | NoExperts = NoExperts()
         elastic = None
         if memory.experts is not None:
@@ -119,6 +120,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
                 partial(make_engine_policies, choice, plan, calibration, compute_s),
                 asked.report,
             )
+            plan = with_sizes(plan, choice, experts)
             elastic = None if shared is None else ElasticMemory(shared, experts, plan)
         undo.callback(experts.close)
         model = model_class(config, weights, experts, kv_cache, compute)

@@ -126,8 +126,7 @@ class _HostReplay:
         report.num_prefetched += outcome.num_hits + outcome.num_late + outcome.num_wasted
         report.num_moves_asked += moves.num_asked
         report.num_moves_done += len(moves.admit) + len(moves.later)
-        report.num_hits += num_hits
-        report.num_activated += len(demand.experts)
+        report.count_hits(demand)
         report.num_fetched += num_read
         report.host_s += own_s + compute_s
         report.link_s += read_s + ahead.done_s

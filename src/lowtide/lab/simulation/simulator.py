@@ -60,6 +60,8 @@ class Report:
     bound_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_RESOURCES, 0.0))
     prefetch: PrefetchOutcome = field(default_factory=PrefetchOutcome)
     foresight: str = "none"  # what an early gate's predictions are: see `Foresight`
+    layer_hits: list[tuple[int, int]] = field(default_factory=list)
+    """Of each layer of each pass, in their order: activated experts, and of these the residents."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,6 +70,22 @@ class Report:
     @property
     def hit_rate(self) -> float:
         return self.num_hits / max(1, self.num_activated)
+
+    def count_hits(self, demand: Demand) -> None:
+        """Count a layer's activated experts."""
+        num_activated, num_hits = len(demand.experts), int(demand.is_resident.sum())
+        self.num_activated += num_activated
+        self.num_hits += num_hits
+        self.layer_hits.append((num_activated, num_hits))
+
+    def hit_rates(self, num_passes: int = 1) -> FloatArray:
+        """Return each layer's hit rate over groups of so many passes (DALI's Figure 18d).
+
+        [groups, layers]; the last group may be smaller. NaN where a layer activated none.
+        """
+        starts = np.arange(0, self.num_passes, num_passes)
+        counts = np.add.reduceat(self._counts(), starts, axis=0) if len(starts) else self._counts()
+        return _rates(counts)
 
     @property
     def moved_bytes(self) -> int:
@@ -81,7 +99,23 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         derived = ("tokens_per_s", "hit_rate", "moved_bytes", "binds")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        fields = asdict(self)
+        del fields["layer_hits"]
+        rates = _rates(self._counts().sum(axis=1)).tolist()
+        return {**fields, **{name: getattr(self, name) for name in derived}, "hit_rates": rates}
+
+    def _counts(self) -> IntArray:
+        """Return `layer_hits` as [passes, layers, 2]."""
+        num_layers = len(self.layer_hits) // max(1, self.num_passes)
+        return np.array(self.layer_hits, np.int64).reshape(self.num_passes, num_layers, 2)
+
+
+def _rates(counts: IntArray) -> FloatArray:
+    """Return shares of residents; counts [..., 2]: activated experts, and of these residents."""
+    activated, hits = np.moveaxis(counts, -1, 0)
+    rates: FloatArray = np.full(hits.shape, np.nan)
+    np.divide(hits, activated, out=rates, where=activated > 0)
+    return rates
 
 
 def simulate(
@@ -211,8 +245,7 @@ class _Replay:
             routed_s += self._costs.sync_s
             link.run_until(routed_s)
         report.bound_s["device"] += routed_s - self._now_s
-        report.num_activated += len(demand.experts)
-        report.num_hits += int(demand.is_resident.sum())
+        report.count_hits(demand)
         facts = self._facts(routed, layer, demand, routed_s)
         run = substituted_facts(facts, self.policies.substitute(facts))
         decision = self.policies.decide(facts, run)

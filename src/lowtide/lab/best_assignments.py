@@ -1,19 +1,54 @@
-"""How near to the optimum an assignment comes: the optimum, by search, with DALI's cost model."""
+"""Assignments that DALI compares its greedy with: the optimum, and a beam of two (A.2).
+
+Both have DALI's cost model (`policies/assignment.py`) and take far longer to decide.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lowtide.core import BoolArray, FloatArray, IntArray
+from lowtide.core import Assignment, BoolArray, Facts, FloatArray, IntArray
 from lowtide.errors import UsageError
 from lowtide.policies.assignment import (
     Prices,
+    divide,
     greedy_mask,
     lopsided_first,
     makespan,
+    prices,
 )
 
+MAX_STATES = 1 << 16
+"""Partial splits that `Optimum` holds at once, at most."""
 _PS = 1e12  # picoseconds in a second
+
+
+class Beam:
+    """Algorithm 1 with `width` partial splits instead of one, scored by their time."""
+
+    def __init__(self, width: int = 2) -> None:
+        self._width = width
+
+    def __call__(self, facts: Facts) -> Assignment:
+        return divide(facts.demand, beam_mask(prices(facts), self._width))
+
+
+class Optimum:
+    """The split that takes least time (Opt_plan), or the best one known where that is too far off.
+
+    A layer whose search would hold more than `MAX_STATES` partial splits gets a beam of eight.
+    """
+
+    def __call__(self, facts: Facts) -> Assignment:
+        price = prices(facts)
+        try:
+            mask = exact_mask(price, MAX_STATES)
+        except UsageError:
+            mask = beam_mask(price, _WIDE)
+        return divide(facts.demand, mask)
+
+
+_WIDE = 8
 
 
 def beam_mask(price: Prices, width: int) -> BoolArray:
@@ -37,14 +72,14 @@ def beam_mask(price: Prices, width: int) -> BoolArray:
 
 
 def exact_mask(price: Prices, max_states: int = 1 << 20) -> BoolArray:
-    """The split of least makespan, by branch and bound, prices rounded to whole picoseconds.
+    """Return the split of least makespan, by branch and bound, prices in whole picoseconds.
 
     Breadth first over experts, the most lopsided first: a partial split is dropped when another is
     at least as good on both sides, or when its Lagrangian bound (`weight` * device +
     (1 - `weight`) * host never exceeds the makespan) is not below the best split known. Raises
     UsageError where more than `max_states` partial splits were to be held at once.
     """
-    best = beam_mask(price, width=8)
+    best = beam_mask(price, _WIDE)
     best_ps = round(makespan(price, best) * _PS)
     is_free = np.isfinite(price.device_s)  # the others have no choice but the host
     order = is_free.nonzero()[0][lopsided_first(Prices(*(p[is_free] for p in price)))]
@@ -64,7 +99,7 @@ def _picoseconds(seconds: FloatArray) -> IntArray:
 def _search(
     device_ps: IntArray, host_ps: IntArray, forced_ps: int, best_ps: int, max_states: int
 ) -> BoolArray | None:
-    """Bits of a split that is better than `best_ps`, the best there is; None if there is none."""
+    """Return the bits of the best split if it is better than `best_ps`, else None."""
     weight = _bound_weight(device_ps, host_ps, forced_ps)
     least = np.minimum(weight * device_ps, (1 - weight) * host_ps)
     rest_ps = np.concatenate([np.cumsum(least[::-1])[::-1], [0.0]])  # bound of what is undecided
@@ -92,7 +127,7 @@ def _search(
 
 
 def _bound_weight(device_ps: IntArray, host_ps: IntArray, forced_ps: int) -> float:
-    """The weight whose Lagrangian bound is highest: one of its breakpoints."""
+    """Return the weight whose Lagrangian bound is highest: one of its breakpoints."""
     total = device_ps + host_ps
     weights = np.unique(host_ps[total > 0] / total[total > 0])
     if not len(weights):
@@ -109,7 +144,10 @@ def _is_new_minimum(values: IntArray) -> BoolArray:
 
 
 def _backtrack(parents: list[IntArray], state: int) -> BoolArray:
-    """A parent p >= 0 chose the device and came from state p, else the host and state -1 - p."""
+    """Follow a state to its choices.
+
+    A parent p >= 0 chose the device and came from state p, else the host and state -1 - p.
+    """
     bits = np.empty(len(parents), np.bool_)
     for place in range(len(parents) - 1, -1, -1):
         parent = int(parents[place][state])
