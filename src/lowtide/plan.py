@@ -78,11 +78,13 @@ class TierPlan:
     slot_bytes: int  # of one slot
     num_slots: int  # resident and staging slots together
     unused_slot_bytes: int = 0  # of an average slot: all are as large as the largest layer's
+    state_bytes: int = 0  # of sequences' states, and of snapshots to take them up again
 
     @property
     def used_bytes(self) -> int:
         """Bytes that the plan uses of this tier."""
-        fixed = self.dense_bytes + self.kv_cache_bytes + self.workspace_bytes + self.ring_bytes
+        of_sequences = self.kv_cache_bytes + self.state_bytes
+        fixed = self.dense_bytes + of_sequences + self.workspace_bytes + self.ring_bytes
         return fixed + self.slot_bytes * self.num_slots
 
 
@@ -295,9 +297,12 @@ def plan_rows(plan: MemoryPlan) -> list[list[str]]:
     is_registered = plan.gpu is not None and plan.device != "cuda"
     names = [f"{plan.device} gpu" if name == "gpu" and is_registered else name for name, _ in tiers]
     rows = [["part", *names]]
-    for part in ("dense", "kv_cache", "workspace", "ring"):
+    for part in ("dense", "kv_cache", "state", "workspace", "ring"):
         sizes = [getattr(tier, part + "_bytes") for _, tier in tiers]
-        rows.append([part.replace("_", " "), *map(format_size, sizes)])
+        if part != "state":
+            rows.append([part.replace("_", " "), *map(format_size, sizes)])
+        elif any(sizes):
+            rows.append(["states", *map(format_size, sizes)])
     if plan.num_experts:
         rows.append(["expert slots", *[_slots(tier) for _, tier in tiers]])
     rows.append(["used", *[format_size(tier.used_bytes) for _, tier in tiers]])

@@ -14,7 +14,15 @@ from lowtide.config.layers import LayerSpec, SideBySide
 from lowtide.config.model import ModelConfig, Multipliers, Published
 from lowtide.config.rope import Rope, Yarn
 from lowtide.config.sizes import MAX_SIZE_BYTES, format_size, parse_size
-from lowtide.config.specs import AttentionSpec, DenseSpec, ExpertSpec, LatentAttentionSpec
+from lowtide.config.specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseSpec,
+    ExpertSpec,
+    LatentAttentionSpec,
+    ShortConvSpec,
+    StateArray,
+)
 
 __all__ = [
     "MAX_SIZE_BYTES",
@@ -24,6 +32,7 @@ __all__ = [
     "Causal",
     "Decoding",
     "DecodingDefaults",
+    "DeltaNetSpec",
     "DenseSpec",
     "ExpertSpec",
     "LatentAttentionSpec",
@@ -32,7 +41,9 @@ __all__ = [
     "Multipliers",
     "Published",
     "Rope",
+    "ShortConvSpec",
     "SideBySide",
+    "StateArray",
     "Yarn",
     "format_size",
     "parse_size",

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lowtide.config.specs import AttentionSpec, DenseSpec, ExpertSpec, LatentAttentionSpec
+from lowtide.config.specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseSpec,
+    ExpertSpec,
+    LatentAttentionSpec,
+    ShortConvSpec,
+)
 from lowtide.errors import ConfigError
 
-Mixer = AttentionSpec | LatentAttentionSpec
-"""Part of a layer in which tokens see each other."""
+Mixer = AttentionSpec | LatentAttentionSpec | ShortConvSpec | DeltaNetSpec
+"""Part of a layer in which tokens see each other.
+
+It says what a sequence keeps of each token (`cache_shape`) and of all of them (`states`).
+"""
 
 
 @dataclass(frozen=True, slots=True)

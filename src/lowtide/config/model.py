@@ -66,6 +66,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.experts is not None:
             _check_experts(self, self.experts)
+        if self.has_states and not self.decoding.writes_in_order:
+            raise UnsupportedError(
+                "config.json: layers keep states of a sequence, which only models that write one "
+                "token after the other do here."
+            )
 
     @property
     def num_layers(self) -> int:
@@ -102,6 +107,11 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerSpec, ...]:
         """The kinds of layers, in the order in which they first occur."""
         return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def has_states(self) -> bool:
+        """True if a sequence has states, which cannot be cut at any token."""
+        return any(layer.mixer is not None and layer.mixer.states for layer in self.kinds)
 
     @property
     def dense_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Kinds of attention and of MLPs: what a layer of any family is made of.
+"""Kinds of mixers and of MLPs: what a layer of any family is made of.
 
 Each instance checks that its numbers fit together and raises ConfigError if not.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from lowtide.config.rope import Rope
 from lowtide.errors import ConfigError
@@ -25,12 +25,21 @@ gpt-oss's, with biases (`kernels.reference.clamped_swiglu`), of experts alone.
 """
 
 
+class StateArray(NamedTuple):
+    """An array of fixed size that a layer keeps for a sequence, however long that is."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None  # as torch calls it; None: the compute dtype
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention.
 
     Except for a window, the batch decides which positions see each other.
     """
+
+    states: ClassVar[tuple[StateArray, ...]] = ()
 
     num_heads: int
     num_kv_heads: int
@@ -78,6 +87,8 @@ class LatentAttentionSpec:
     A head's queries and keys are [without rotation | rope.rotary_dim].
     """
 
+    states: ClassVar[tuple[StateArray, ...]] = ()
+
     num_heads: int
     head_dim: int  # of queries and keys
     value_head_dim: int
@@ -112,6 +123,67 @@ class CacheShape(NamedTuple):
     num_arrays: int
     num_heads: int
     width: int  # of a head
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A short causal convolution over gated hidden states, for each channel by itself."""
+
+    rope: ClassVar[None] = None
+    cache_shape: ClassVar[None] = None
+
+    width: int  # channels
+    kernel: int  # positions that a row sees, its own included
+    has_bias: bool = False
+
+    @property
+    def states(self) -> tuple[StateArray, ...]:
+        """The convolution's inputs of the last positions."""
+        return (StateArray((self.kernel - 1, self.width)),)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """A gated delta-net: a matrix for each value head, behind a short convolution."""
+
+    rope: ClassVar[None] = None
+    cache_shape: ClassVar[None] = None
+
+    key_heads: int  # as many of queries
+    value_heads: int
+    key_width: int  # of a head
+    value_width: int
+    kernel: int  # positions that the convolution sees
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"config.json: {self.value_heads} value heads do not divide among "
+                f"{self.key_heads} key heads."
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Width of the keys (or of the queries) of one token."""
+        return self.key_heads * self.key_width
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_width
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def states(self) -> tuple[StateArray, ...]:
+        """The convolution's inputs of the last positions, and the heads' matrices."""
+        matrices = (self.value_heads, self.key_width, self.value_width)
+        return (
+            StateArray((self.kernel - 1, self.channels)),
+            StateArray(matrices, "float32"),
+        )
 
 
 def _check_rotation(rope: Rope, head_dim: int) -> None:

@@ -127,6 +127,7 @@ class BatchDecoder(Generic[S, C]):
         with self.prompt_share.measured(schedule.has_prompts), torch.inference_mode():
             hidden = self._model.forward(self._batch(schedule))
             choices = self._kind.choose(self._model, hidden, schedule.turns, self._blame)
+            self._kv_cache.end_pass(turn.sequence.kv for turn in schedule.turns)
         self._num_passes += schedule.kind is not StepKind.PREFILL
         return self._settle(schedule.turns, choices)
 

@@ -1,7 +1,7 @@
 """Division of a byte budget, decided before anything is loaded.
 
-Pure arithmetic. Fixed parts (dense weights, KV cache, workspace, read ring) come first, expert
-slots get the rest, and a budget that is too small is refused with the numbers.
+Pure arithmetic. Fixed parts (dense weights, KV cache, states, workspace, read ring) come first,
+expert slots get the rest, and a budget that is too small is refused with the numbers.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ class Needs:
     whole_workspace_bytes: int = 0  # with no operator divided, if that is more
     is_device: bool = False
     fetches_all: bool = False  # the device fetches every absent expert
+    state_bytes: int = 0  # of sequences' states
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes that every budget must hold, expert slots aside."""
-        return self.dense_bytes + self.kv_cache_bytes + self.workspace_bytes + self.ring_bytes
+        of_sequences = self.kv_cache_bytes + self.state_bytes
+        return self.dense_bytes + of_sequences + self.workspace_bytes + self.ring_bytes
 
     @property
     def whole_bytes(self) -> int:
@@ -109,6 +111,7 @@ def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tupl
         slot_bytes=needs.slot_bytes,
         num_slots=num_slots,
         unused_slot_bytes=needs.unused_slot_bytes,
+        state_bytes=needs.state_bytes,
     )
     return tier, residents
 
@@ -126,6 +129,8 @@ def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
     parts = f"workspace for a context of {context} tokens {format_size(needs.workspace_bytes)}"
     if needs.kv_cache_bytes:
         parts = f"KV cache of {context} tokens {format_size(needs.kv_cache_bytes)}, "
+        if needs.state_bytes:
+            parts += f"states {format_size(needs.state_bytes)}, "
         parts += f"workspace {format_size(needs.workspace_bytes)}"
     return (
         f"A budget of {format_size(budget_bytes)} is too small: at least "

@@ -1,9 +1,14 @@
-"""Keys and values of running sequences, one contiguous token range per sequence."""
+"""Memory of sequences: a bundle of stores, of keys and values and of states.
+
+Keys and values lie in one contiguous token range for each sequence, which can be cut at any token.
+States (`memory/states.py`) have a fixed size; a sequence can be cut where they were copied.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +20,7 @@ from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.memory.kept_rule import KeptRule
 from lowtide.memory.kv_pages import KVPages, KVPlace, StorageShape
+from lowtide.memory.states import HALVES, RangeStates, States, StateStore
 from lowtide.memory.workspace import Buffers
 
 GRANULE_TOKENS = 16
@@ -47,6 +53,12 @@ class KVRange:
     num_kept: int = 0  # how often it was kept
     num_stored: int = 0  # the latest keeping stored completely in a file, as noted by the writer
     is_mixed: bool = False  # written under two policies, one of which changes tokens
+    states: RangeStates | None = None  # None: of a model without states
+
+    @property
+    def num_snapshots(self) -> int:
+        """Copies of its states."""
+        return 0 if self.states is None else len(self.states.snapshots)
 
     def part(self, index: int, num_parts: int) -> KVRange:
         """Return one of `num_parts` equal parts of a committed range, for one pass.
@@ -72,6 +84,7 @@ class KVCache:
         max_range_tokens: int | None = None,
         rule: KeptRule | None = None,
         places: Sequence[KVPlace | None] = (),
+        states: StateStore | None = None,
     ) -> None:
         """storage: one tensor of all layers, or one for each group of them.
 
@@ -79,6 +92,7 @@ class KVCache:
         pages: provides memory behind `storage`; by default it is all there.
         max_range_tokens: limit of one range, by default the whole cache.
         rule: for `apply_rule`.
+        states: of the layers that have any.
         """
         self._storage = (storage,) if isinstance(storage, Tensor) else tuple(storage)
         self._pages = pages
@@ -89,6 +103,11 @@ class KVCache:
         self.num_tokens = first.shape[3]
         self.max_range_tokens = max_range_tokens or self.num_tokens
         self._rule = rule or KeptRule()
+        self._states = states
+        self._snapshot_tokens = 0  # tokens that take as much memory as a snapshot
+        if states is not None:
+            token_bytes = sum(x[:, :, :, :1].numel() * x.element_size() for x in self._storage)
+            self._snapshot_tokens = -(-states.slot_bytes // token_bytes)
         self._taken: list[KVRange] = []  # ascending by start, kept ones included
         self._kept: list[KVRange] = []  # the first one is dropped first
         self._gate = threading.RLock()  # held while kept ranges are moved, dropped or copied
@@ -111,7 +130,8 @@ class KVCache:
     def can_allocate(self, num_tokens: int) -> bool:
         """Return True if `allocate(num_tokens)` would succeed now."""
         capacity = align_up(num_tokens, GRANULE_TOKENS)
-        return capacity <= min(self.num_free_tokens, self.max_range_tokens)
+        has_tokens = capacity <= min(self.num_free_tokens, self.max_range_tokens)
+        return has_tokens and (self._states is None or self._num_free_slots >= HALVES)
 
     def allocate(self, num_tokens: int) -> KVRange:
         """Allocate a range of at least `num_tokens` tokens, dropping the oldest kept ones.
@@ -125,6 +145,9 @@ class KVCache:
         self._drop_until_unused(capacity)
         start = self._find(capacity)
         kv_range = KVRange(self._compact() if start is None else start, capacity)
+        if self._states is not None:
+            slots = (self._take_slot(self._states) for _ in range(HALVES))
+            kv_range.states = RangeStates(*slots)
         self._taken.append(kv_range)
         self._taken.sort(key=lambda taken: taken.start)
         return kv_range
@@ -138,13 +161,19 @@ class KVCache:
             if kv_range in self._kept:
                 self._kept.remove(kv_range)
                 self._rule.ended(kv_range, is_continued=False)
+            if self._states is not None and kv_range.states is not None:
+                self._states.free(*kv_range.states.slots)
+                kv_range.states = None
             self._release_unused()
 
     def keep(self, kv_range: KVRange, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of an ended sequence until others need the room.
 
-        The rest of the range is freed. `is_kept` tells if the range still exists.
+        num_tokens: where it can be cut. The rest of the range is freed. `is_kept` tells if the
+        range still exists.
         """
+        if self._states is not None and (states := kv_range.states) is not None:
+            self._states.settle(states, num_tokens)
         kv_range.num_written = num_tokens
         kv_range.capacity = align_up(num_tokens, GRANULE_TOKENS)
         kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
@@ -174,6 +203,7 @@ class KVCache:
             self._kept.append(kv_range)
             raise
         self._rule.ended(kv_range, is_continued=True)
+        self._resume_states(kv_range, num_tokens)
         kv_range.num_written = num_tokens
         kv_range.capacity = align_up(capacity, GRANULE_TOKENS)
         kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
@@ -198,27 +228,33 @@ class KVCache:
     def can_branch(self, kv_range: KVRange, capacity: int) -> bool:
         """Return True if `branch` would find room."""
         room = self.num_free_tokens - (kv_range.capacity if self.is_kept(kv_range) else 0)
+        if self._states is not None and self._num_free_slots - kv_range.num_snapshots < HALVES:
+            return False
         return align_up(capacity, GRANULE_TOKENS) <= min(room, self.max_range_tokens)
 
     def branch(self, kv_range: KVRange, num_tokens: int, capacity: int) -> KVRange:
         """Allocate a range and copy the first `num_tokens` tokens of another to it.
 
-        It has at least `capacity` tokens. The source stays; a kept one counts as used now. Raises
-        as `allocate`.
+        num_tokens: where the source can be cut. It has at least `capacity` tokens. The source
+        stays; a kept one counts as used now. Raises as `allocate`.
         """
         is_kept, made = kv_range in self._kept, None
         with self._gate:  # another thread still finds it kept
+            states, kv_range.states = kv_range.states, None
             if is_kept:
-                self._kept.remove(kv_range)  # so that allocating does not drop it
+                self._kept.remove(kv_range)  # so that allocating drops neither it nor its states
             try:
                 made = self.allocate(capacity)
                 self.prepare(made, num_tokens)
                 self._copy(kv_range.start, self.claim(made, 0, num_tokens), num_tokens)
+                if self._states is not None and states is not None and made.states is not None:
+                    self._states.start_at(made.states, states.slot_at(num_tokens), num_tokens)
             except BaseException:
                 if made is not None:
                     self.free(made)
                 raise
             finally:
+                kv_range.states = states
                 if is_kept:
                     self._kept.append(kv_range)
             if is_kept:
@@ -263,9 +299,9 @@ class KVCache:
 
     def apply_rule(self, num_more: int = 0) -> None:
         """Drop kept ranges, oldest first, while the rule says so for `num_more` further tokens."""
-        num_tokens = num_more + sum(taken.num_usable for taken in self._taken)
+        num_tokens = num_more + sum(map(self._weight, self._taken))
         while self._kept and self._rule.gives_way(self._kept[0], num_tokens):
-            num_tokens -= self._kept[0].num_usable
+            num_tokens -= self._weight(self._kept[0])
             self.free(self._kept[0])
 
     def prepare(self, kv_range: KVRange, num_tokens: int) -> None:
@@ -273,7 +309,11 @@ class KVCache:
 
         Raises PageError, changing nothing but kept ranges, if there is none.
         """
-        if self._pages is None or num_tokens <= kv_range.num_usable:
+        if self._pages is None:
+            return
+        if kv_range.states is not None and not kv_range.states.has_memory:
+            self._commit_states(kv_range.states)
+        if num_tokens <= kv_range.num_usable:
             return
         num_usable = min(align_up(num_tokens, GROWTH_TOKENS), kv_range.capacity)
         self.apply_rule(num_usable - kv_range.num_usable)
@@ -281,9 +321,64 @@ class KVCache:
         kv_range.num_usable = num_usable
 
     def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
-        """Return the range that a pass uses for the first `num_tokens` tokens; rows: its rows."""
+        """Return the range that a pass uses for the first `num_tokens` tokens; rows: its rows.
+
+        States go on from those of the tokens before these rows.
+        """
         self.prepare(kv_range, num_tokens)
+        if self._states is not None and kv_range.states is not None:
+            first = num_tokens - (rows.stop - rows.start)
+            self._states.begin_pass(kv_range.states, first, num_tokens)
         return kv_range
+
+    def states(self, layer: int, kv_range: KVRange) -> States:
+        """Return a layer's states of a sequence in this pass, in place.
+
+        The layer fills `after` behind the sequence's last row. A pass that does not come to its end
+        (`end_pass`) leaves what it found.
+        """
+        if self._states is None:
+            raise InternalError(f"Layer {layer} has no states.")
+        return self._states.of(layer, kv_range.states)
+
+    def end_pass(self, kv_ranges: Iterable[KVRange]) -> None:
+        """Take over the states that a pass has written, once all of it has gone well."""
+        if self._states is not None:
+            for kv_range in kv_ranges:
+                if kv_range.states is not None:
+                    self._states.end_pass(kv_range.states)
+
+    def cut(self, kv_range: KVRange, num_tokens: int, unit: int = 1) -> int:
+        """Return the most tokens, at most `num_tokens`, behind which a range can be cut.
+
+        They are a multiple of `unit`.
+        """
+        states = kv_range.states
+        return num_tokens // unit * unit if states is None else states.cut(num_tokens, unit)
+
+    def snapshot(self, kv_range: KVRange, may_drop: bool) -> None:
+        """Copy a running sequence's states, so that it can be cut here, if there is room.
+
+        may_drop: kept ranges give up theirs for it, the oldest first.
+        """
+        store, states = self._states, kv_range.states
+        if store is None or states is None or not states.num_tokens:
+            return
+        if states.before is None or states.num_tokens in states.snapshots:
+            return
+        if not store.num_free and not (may_drop and self._kept and self._give_up_snapshot()):
+            return
+        with suppress(PageError):
+            store.add_snapshot(states)
+
+    def inherit(self, kv_range: KVRange, heir: KVRange) -> None:
+        """Move the snapshots of a kept range to one that begins with its tokens."""
+        source, target = kv_range.states, heir.states
+        if source is not None and target is not None:
+            with self._gate:
+                for place in [*source.snapshots]:
+                    if place not in target.snapshots:
+                        target.add(place, source.snapshots.pop(place))
 
     def open_layer(self, layer: int, num_rows: int, workspace: Buffers) -> None:
         """Prepare for a layer of a pass with `num_rows` rows, until its scope ends."""
@@ -339,10 +434,88 @@ class KVCache:
         return arrays[0], arrays[-1]
 
     @property
+    def _num_free_slots(self) -> int:
+        """Return the slots of states that are unused or hold snapshots."""
+        if self._states is None:
+            return 0
+        return self._states.num_free + sum(taken.num_snapshots for taken in self._taken)
+
+    def _weight(self, kv_range: KVRange) -> int:
+        """Return the tokens that take as much memory as a range has."""
+        states = kv_range.states
+        num_slots = 0 if states is None else len(states.slots)
+        return kv_range.num_usable + num_slots * self._snapshot_tokens
+
+    def _take_slot(self, store: StateStore) -> int:
+        """Take a slot, dropping snapshots if there is none."""
+        while not store.num_free and self._give_up_snapshot():
+            pass
+        return store.take()
+
+    def _give_up_snapshot(self) -> bool:
+        """Drop a snapshot, of the oldest kept range if there is one; return False without any.
+
+        A range goes with its last one, since its tokens are worthless without it.
+        """
+        owners = self._kept[:1] or [taken for taken in self._taken if taken.num_snapshots]
+        if self._states is None or not owners:
+            return False
+        owner = owners[0]
+        with self._gate:
+            states = owner.states
+            place = None if states is None else states.least_useful()
+            if owner in self._kept and place is None:
+                self.free(owner)
+            elif states is not None:
+                self._states.drop(states, max(states.snapshots) if place is None else place)
+        return True
+
+    def _resume_states(self, kv_range: KVRange, num_tokens: int) -> None:
+        """Let a kept range's states go on behind `num_tokens` tokens.
+
+        Earlier snapshots stay; that one does if there is room for both.
+        """
+        store, states = self._states, kv_range.states
+        if store is None or states is None:
+            return
+        with self._gate:
+            store.drop(states, *(place for place in states.snapshots if place > num_tokens))
+            source = states.slot_at(num_tokens)
+            states.has_memory, states.before = False, None
+            if store.num_free >= HALVES:
+                states.before = store.take()
+                try:
+                    store.start_at(states, source, num_tokens)
+                except PageError:
+                    store.free(states.before)
+                    states.before = None
+            if states.before is None:
+                states.before = states.snapshots.pop(num_tokens)
+                states.num_tokens, states.is_clear = num_tokens, False
+            states.after = self._take_slot(store)
+
+    def _commit_states(self, states: RangeStates) -> None:
+        """Provide memory for a running sequence's states, dropping kept ranges if there is none."""
+        while self._states is not None and not states.has_memory:
+            try:
+                self._states.commit(*(x for x in (states.before, states.after) if x is not None))
+                states.has_memory = True
+            except PageError:
+                if not self._kept:
+                    raise
+                self.free(self._kept[0])
+
+    @property
     def _num_unused_tokens(self) -> int:
         return self.num_tokens - sum(taken.capacity for taken in self._taken)
 
     def _refusal(self, num_tokens: int) -> PlanError:
+        if self._states is not None and self._num_free_slots < HALVES:
+            return PlanError(
+                "The states of another sequence have no room: those of running ones take all but "
+                f"{self._num_free_slots} of {self._states.num_slots} slots, and it needs {HALVES}; "
+                "wait for a sequence to end, or raise context."
+            )
         return PlanError(
             f"The KV cache has no room for {num_tokens} tokens: {self.num_free_tokens} of its "
             f"{self.num_tokens} are free, {self.max_range_tokens} for a sequence at most; wait "

@@ -1,4 +1,4 @@
-"""Elastic memory behind the tokens of a KV cache.
+"""Elastic memory behind the tokens of a KV cache, and behind states.
 
 Every part of the cache (a layer's keys or values, of one head) has addresses for all tokens that
 there can ever be, so that growing adds memory at the end of each part, and nothing moves. Addresses
@@ -137,12 +137,15 @@ def longest(
 class KVPages:
     """Memory behind tokens of all parts at once. `storage` has the tensors of the layouts."""
 
-    def __init__(self, *groups: tuple[ElasticArena, KVLayout]) -> None:
+    def __init__(
+        self, *groups: tuple[ElasticArena, KVLayout], states: ElasticArena | None = None
+    ) -> None:
         """groups: an arena has as many parts as its layout, each large enough for all tokens.
 
-        The arenas draw on one account.
+        states: of all slots of states (`StateStore`). The arenas draw on one account.
         """
         self.account = groups[0][0].account
+        self.states = states
         self._arenas = [(arena, layout.row_bytes) for arena, layout in groups]
         self.storage = [
             arena.bytes.view(layout.dtype).as_strided(
@@ -154,7 +157,8 @@ class KVPages:
     @property
     def committed_bytes(self) -> int:
         """Memory committed now."""
-        return sum(arena.committed_bytes for arena, _ in self._arenas)
+        of_states = 0 if self.states is None else self.states.committed_bytes
+        return of_states + sum(arena.committed_bytes for arena, _ in self._arenas)
 
     def commit(self, start: int, stop: int) -> None:
         """Make tokens `start` to `stop` of every part usable, preserving those that are.
@@ -174,3 +178,5 @@ class KVPages:
         """Release everything; the storage must not be used afterwards."""
         for arena, _ in self._arenas:
             arena.close()
+        if self.states is not None:
+            self.states.close()

@@ -33,10 +33,14 @@ def served_context(
     context = min(config.max_positions, room // _STEP_TOKENS * _STEP_TOKENS)
     while context > least:
         try:
-            plan_with(context)
-            return context
+            found = plan_with(context).fast_tier
         except PlanError:  # what else grows with it takes the rest
             context //= 2
+            continue
+        taken = (found.kv_cache_bytes + found.state_bytes) * KV_SHARE / found.budget_bytes
+        if not found.state_bytes or taken <= 1:
+            return context
+        context = min(context - 1, int(context / taken)) // _STEP_TOKENS * _STEP_TOKENS
     return least
 
 

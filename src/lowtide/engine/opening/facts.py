@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.config import ModelConfig
+from lowtide.config import ModelConfig, StateArray
 from lowtide.core import CacheMode, MoEShape, Reuse, align_up
 from lowtide.engine.opening import weight_formats
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.device_choice import resolve_device
-from lowtide.errors import UsageError
+from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
@@ -38,6 +38,7 @@ from lowtide.kernels.operands import (
 )
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.memory.kv_pages import KVShape
+from lowtide.memory.states import StateLayout
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.plan import WeightFormats
@@ -49,6 +50,14 @@ from lowtide.schemas import WeightMap, model_schema
 from lowtide.schemas.weights import ExpertTable
 
 DEFAULT_CONTEXT = 4096
+
+LEAST_STATE_SLOTS = 4
+"""Slots of states, each for one sequence: of one that runs two, and two for snapshots."""
+
+MOST_STATE_SLOTS = 64
+
+STATES_SHARE = 2
+"""Between these, slots of states take one part in this many of the keys' and values' bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,7 @@ class ContextFacts(NamedTuple):
     keeps_keys: bool  # from pass to pass; otherwise layers take turns in the workspace
     max_pass_rows: int
     max_sequence_tokens: int  # of one sequence in the KV cache
+    states: tuple[tuple[StateArray, ...], ...] = ()  # of one sequence, by layer; () without any
 
     @classmethod
     def of(cls, config: ModelConfig, num_tokens: int, cache_mode: CacheMode) -> ContextFacts:
@@ -91,6 +101,11 @@ class ContextFacts(NamedTuple):
         keeps_keys = config.decoding.keeps_keys or cache_mode is not CacheMode.EXACT
         mixers = [layer.mixer for layer in config.layers]
         cached = [None if mixer is None else mixer.cache_shape for mixer in mixers]
+        states = tuple(() if mixer is None else mixer.states for mixer in mixers)
+        if not any(cached):
+            raise UnsupportedError(
+                "config.json: no layer has attention, which every model here has."
+            )
         in_blocks = align_up(num_tokens, config.decoding.block_length)
         kv_shape = KVShape.of(cached, align_up(in_blocks, GRANULE_TOKENS))
         if not keeps_keys:
@@ -101,7 +116,19 @@ class ContextFacts(NamedTuple):
             max_sequence_tokens = min(kv_shape.num_tokens, longest)
         else:  # passes of whole sequences; under guidance two in a range
             max_pass_rows = kv_shape.num_tokens
-        return cls(num_tokens, kv_shape, keeps_keys, max_pass_rows, max_sequence_tokens)
+        return cls(
+            *(num_tokens, kv_shape, keeps_keys, max_pass_rows, max_sequence_tokens),
+            states if config.has_states else (),
+        )
+
+    def state_layout(self, dtype: torch.dtype) -> StateLayout | None:
+        """Return the layout of all sequences' states; None for a model without any."""
+        if not self.states:
+            return None
+        layout = StateLayout(self.states, dtype, 1)
+        kv_bytes = self.kv_shape.num_elements * dtype.itemsize
+        num_slots = kv_bytes // STATES_SHARE // layout.slot_bytes
+        return layout._replace(num_slots=min(max(num_slots, LEAST_STATE_SLOTS), MOST_STATE_SLOTS))
 
 
 class ExpertFacts(NamedTuple):
@@ -197,6 +224,12 @@ class MemoryFacts:
         return context.kv_shape.num_elements * self.dtype.itemsize if context.keeps_keys else 0
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of sequences' states and of their snapshots."""
+        layout = self.context.state_layout(self.dtype)
+        return 0 if layout is None else layout.num_bytes
+
+    @property
     def largest_read_bytes(self) -> int:
         """Bytes of an expert's largest single read or, without experts, of a dense weight's."""
         if self.experts is None:
@@ -218,7 +251,7 @@ class RunOptions:
     @classmethod
     def of(cls, asked: EngineConfig, config: ModelConfig) -> RunOptions:
         # Nothing is taken over where passes see the whole sequence, or compute it each time.
-        is_kept = bool(asked.kv_cache) and config.decoding.keeps_keys
+        is_kept = bool(asked.kv_cache) and config.decoding.keeps_keys and not config.has_states
         reuse = Reuse(asked.cache) if is_kept else Reuse.OFF
         return cls(asked, reuse, recipe_in_use(asked.policy))
 

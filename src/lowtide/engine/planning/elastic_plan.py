@@ -13,9 +13,10 @@ from lowtide.engine.planning.planner import Planner
 from lowtide.memory.arena import HUGE_PAGE_BYTES
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.memory.kv_pages import KVLayout, longest
+from lowtide.memory.states import PAGE_BYTES, StateLayout
 from lowtide.plan import MemoryPlan
 
-SMALL_GROUP_BYTES = 4096
+SMALL_GROUP_BYTES = PAGE_BYTES
 """A small page: 16 tokens' keys of a head of 128 in bfloat16. A huge one is 512 of them."""
 
 
@@ -31,6 +32,7 @@ class Division(NamedTuple):
     num_slots: int  # that there can be at most, while the others are empty
     kv: list[KVLayout]  # of all tokens that there can be, while slots are as few as they can be
     workspace_bytes: int  # of the largest pass, with no operator divided where that can be; or 0
+    states: StateLayout | None = None
 
     @classmethod
     def of(cls, planner: Planner, plan: MemoryPlan) -> Division:
@@ -49,14 +51,17 @@ class Division(NamedTuple):
         if context.keeps_keys:
             kv = [KVLayout(group, planner.memory.dtype) for group in context.kv_shape.groups]
         planned_bytes += sum(layout.address_bytes(SMALL_GROUP_BYTES) for layout in kv)
+        states = context.state_layout(planner.memory.dtype)
+        state_bytes = 0 if states is None else states.num_bytes
+        planned_bytes += state_bytes
         # Whole pages may be a little more than the plan has: its overhead names some.
         budget_bytes = max(tier.budget_bytes - fixed_bytes, planned_bytes)
         num_slots = min(plan.num_experts, budget_bytes // tier.slot_bytes)
-        least_bytes = align_up(plan.num_staging * tier.slot_bytes, slot_group_bytes)
+        least_bytes = align_up(plan.num_staging * tier.slot_bytes, slot_group_bytes) + state_bytes
         if kv and planner.config.decoding.keeps_keys:  # or passes are as long as it
             kv = longest(kv, budget_bytes - least_bytes, SMALL_GROUP_BYTES, GRANULE_TOKENS)
         workspace_bytes = min(whole_bytes, budget_bytes)
-        return cls(budget_bytes, slot_group_bytes, num_slots, kv, workspace_bytes)
+        return cls(budget_bytes, slot_group_bytes, num_slots, kv, workspace_bytes, states)
 
 
 def elastic_tokens(planner: Planner, plan: MemoryPlan) -> int:

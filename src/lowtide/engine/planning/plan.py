@@ -195,6 +195,7 @@ def _needs(planner: Planner, policy: str) -> Needs:
     needs = Needs(
         dense_bytes=memory.dense.num_bytes,
         kv_cache_bytes=memory.kv_cache_bytes,
+        state_bytes=memory.state_bytes,
         workspace_bytes=least_bytes,
         whole_workspace_bytes=whole_bytes,
         ring_bytes=0 if is_device else ring_bytes(memory.largest_read_bytes),
@@ -224,6 +225,7 @@ def _home_needs(needs: Needs, memory: MemoryFacts) -> Needs:
         needs,
         dense_bytes=0,
         kv_cache_bytes=0,
+        state_bytes=0,
         workspace_bytes=scratch_bytes,
         whole_workspace_bytes=scratch_bytes,
         ring_bytes=ring_bytes(memory.largest_read_bytes),

@@ -32,6 +32,7 @@ from lowtide.layers.causal_attention import CAUSAL_ROWS
 from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Counts, LogitNeeds
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.pass_planner import PassPlanner
+from lowtide.memory.states import HALVES, StateStore
 from lowtide.memory.template import Sample, Template
 from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Registrar
@@ -277,7 +278,12 @@ def _meta_cache(context: ContextFacts, dtype: torch.dtype, num_tokens: int) -> K
     if not context.keeps_keys:
         return TransientKV(shape, dtype)
     storage = [torch.empty(group, dtype=dtype, device=META) for group in shape.groups]
-    return KVCache(storage, places=shape.places)
+    states = None
+    if (layout := context.state_layout(dtype)) is not None:
+        layout = layout._replace(num_slots=HALVES)
+        memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=META)
+        states = StateStore(layout, memory)
+    return KVCache(storage, places=shape.places, states=states)
 
 
 def _run_head(

@@ -31,6 +31,7 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import PagedRoom
+from lowtide.memory.states import StateLayout, StateStore
 from lowtide.plan import MemoryPlan, TierPlan
 from lowtide.policies.slot_lending import ExpertUse, grown, shrunk, worth_lending
 
@@ -70,8 +71,13 @@ class SharedMemory:
         self._kv_places = context.kv_shape.places
         if division.kv:
             token_bytes = sum(layout.token_bytes for layout in division.kv)
-            self.kv = kv_pages(self.budget, division.kv)
-            self.kept = KeptRoom(context.kv_shape.num_tokens, token_bytes, self.tier.slot_bytes)
+            self.kv = kv_pages(self.budget, division.kv, division.states)
+            planned_bytes = context.kv_shape.num_tokens * token_bytes + tier.state_bytes
+            snapshot_bytes = 0 if division.states is None else division.states.slot_bytes
+            self.kept = KeptRoom(
+                planned_bytes // token_bytes, token_bytes, self.tier.slot_bytes, snapshot_bytes
+            )
+        self._state_layout = division.states
         self.room: PagedRoom | None = None
         if division.workspace_bytes:
             self.room = paged_room(
@@ -97,7 +103,10 @@ class SharedMemory:
 
         Its kept ranges are dropped by the rule `kept`, and whenever the budget is used up.
         """
-        self.cache = KVCache(kv.storage, kv, self.max_range_tokens, self.kept, self._kv_places)
+        states = paged_states(kv, self._state_layout)
+        self.cache = KVCache(
+            kv.storage, kv, self.max_range_tokens, self.kept, self._kv_places, states
+        )
         kv.account.give_way = self.cache.give_way
         return self.cache
 
@@ -286,12 +295,25 @@ class ElasticMemory:
         return np.stack([ledger.is_resident(layer) for layer in range(ledger.num_layers)])
 
 
-def kv_pages(budget: PageBudget, layouts: Sequence[KVLayout]) -> KVPages:
-    """Reserve a KV cache's addresses, with memory from the budget."""
+def kv_pages(
+    budget: PageBudget, layouts: Sequence[KVLayout], states: StateLayout | None = None
+) -> KVPages:
+    """Reserve addresses of a KV cache and of states, with memory from the budget."""
     account = budget.open("KV cache")
 
     def arena(layout: KVLayout) -> ElasticArena:
         pages = HostPages(layout.address_bytes(SMALL_GROUP_BYTES), SMALL_GROUP_BYTES)
         return ElasticArena(pages, account, layout.num_parts, available_memory_bytes)
 
-    return KVPages(*((arena(layout), layout) for layout in layouts))
+    of_states = None
+    if states is not None:
+        pages = HostPages(states.num_bytes, SMALL_GROUP_BYTES)
+        of_states = ElasticArena(pages, account, 1, available_memory_bytes)
+    return KVPages(*((arena(layout), layout) for layout in layouts), states=of_states)
+
+
+def paged_states(pages: KVPages, layout: StateLayout | None) -> StateStore | None:
+    """Make the store of states over the memory of `pages`."""
+    if layout is None or pages.states is None:
+        return None
+    return StateStore(layout, pages.states.bytes, pages.states)

@@ -237,3 +237,4 @@ def _logits_pass(
         own_logits = engine.model.logits(hidden.index_select(0, there[rows])).cpu()
         take(start + rows.start, own_logits)
         check_finite(own_logits.amax(-1), range(start + rows.start, start + rows.stop))
+    engine.kv_cache.end_pass([kv_range])

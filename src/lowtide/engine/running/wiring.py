@@ -24,7 +24,7 @@ from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
 from lowtide.engine.planning.plan import excess_of, shortage_of
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running.device import device_opener
-from lowtide.engine.running.elastic import ElasticMemory, SharedMemory, kv_pages
+from lowtide.engine.running.elastic import ElasticMemory, SharedMemory, kv_pages, paged_states
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.experts import ExpertParts, load_experts
 from lowtide.engine.running.key_store import digest_of, open_files, stored_sequences
@@ -49,6 +49,7 @@ from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_pages import KVLayout
 from lowtide.memory.pages import PageBudget
+from lowtide.memory.states import StateStore
 from lowtide.memory.transient_kv import TransientKV
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.decoder import Decoder, Weights
@@ -215,17 +216,24 @@ def _kv_cache(
         return TransientKV(shape, dtype)
     if shared is not None and shared.kv is not None:
         return shared.make_cache(shared.kv)
+    layout = context.state_layout(dtype)
+    state_bytes = 0 if layout is None else layout.num_bytes
     if device == HOST and is_elastic:  # what sequences do not need is the system's
         layouts = [KVLayout(group, dtype) for group in shape.groups]
-        num_bytes = sum(layout.address_bytes(SMALL_GROUP_BYTES) for layout in layouts)
-        pages = kv_pages(PageBudget(num_bytes), layouts)
-        return KVCache(pages.storage, pages, max_range_tokens, places=shape.places)
+        num_bytes = sum(each.address_bytes(SMALL_GROUP_BYTES) for each in layouts)
+        pages = kv_pages(PageBudget(num_bytes + state_bytes), layouts, layout)
+        states = paged_states(pages, layout)
+        return KVCache(pages.storage, pages, max_range_tokens, places=shape.places, states=states)
     if device == HOST:
+        of_states = Arena(state_bytes).bytes  # on huge pages, as all of a slot is used
         storage = [
             Arena(math.prod(group) * dtype.itemsize, grows_slowly=True).tensor(0, group, dtype)
             for group in shape.groups
         ]
     else:
-        with plan_errors(shape.num_elements * dtype.itemsize, "GPU memory for keys and values"):
+        num_bytes = shape.num_elements * dtype.itemsize + state_bytes
+        with plan_errors(num_bytes, "GPU memory for keys and values"):
             storage = [torch.zeros(group, dtype=dtype, device=device) for group in shape.groups]
-    return KVCache(storage, max_range_tokens=max_range_tokens, places=shape.places)
+            of_states = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
+    states = None if layout is None else StateStore(layout, of_states)
+    return KVCache(storage, max_range_tokens=max_range_tokens, places=shape.places, states=states)

@@ -1,0 +1,236 @@
+"""States of sequences: arrays of fixed size, in which a layer has gathered all tokens so far.
+
+A state cannot be cut. A sequence can be taken up again only behind a token at which its states
+were copied: a snapshot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.config import StateArray
+from lowtide.core import align_up
+from lowtide.errors import InternalError, PageError
+from lowtide.memory.arena import ElasticArena
+
+PAGE_BYTES = 4096
+"""Slots begin on such multiples, so that each can be given memory by itself."""
+
+HALVES = 2
+"""Slots of a running sequence: the states before a pass, and those that the pass writes."""
+
+
+class States(NamedTuple):
+    """A layer's states of one sequence in a pass, one tensor for each `StateArray`.
+
+    before: what the sequence had, zeros at its first token. after: to be filled by the layer.
+    """
+
+    before: tuple[Tensor, ...]
+    after: tuple[Tensor, ...]
+
+
+class StateLayout(NamedTuple):
+    """Memory layout of slots, each with one sequence's states in all layers."""
+
+    layers: tuple[tuple[StateArray, ...], ...]  # nothing for a layer without states
+    dtype: torch.dtype  # that is computed in
+    num_slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        ends = [0, *(end for layer in self.places() for *_, end in layer)]
+        return align_up(ends[-1], PAGE_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.slot_bytes
+
+    def places(self) -> list[tuple[tuple[tuple[int, ...], torch.dtype, int, int], ...]]:
+        """Return shape, dtype, first byte in a slot and end of each array, by layer."""
+        found, end = [], 0
+        for arrays in self.layers:
+            placed = []
+            for shape, name in arrays:
+                dtype = self.dtype if name is None else getattr(torch, name)
+                start = align_up(end)
+                end = start + math.prod(shape) * dtype.itemsize
+                placed.append((shape, dtype, start, end))
+            found.append(tuple(placed))
+        return found
+
+
+@dataclass(eq=False, slots=True)
+class RangeStates:
+    """The slots of one sequence: those of its passes, and snapshots by their number of tokens."""
+
+    before: int | None = None  # None: it is not running
+    after: int | None = None
+    num_tokens: int = 0  # that `before` has gathered
+    is_clear: bool = False  # `before` is all zeros
+    has_memory: bool = False  # both slots have, if it is elastic
+    num_after: int = 0  # tokens that `after` has once the pass has ended; 0: there is no pass
+    written: set[int] = field(default_factory=set)  # layers that have asked for `after`
+    snapshots: dict[int, int] = field(default_factory=dict)  # ascending
+
+    @property
+    def slots(self) -> list[int]:
+        own = [slot for slot in (self.before, self.after) if slot is not None]
+        return [*own, *self.snapshots.values()]
+
+    def cut(self, num_tokens: int, unit: int = 1) -> int:
+        """Return the most tokens, at most `num_tokens`, behind which there are states; or 0."""
+        places = [*self.snapshots, *([] if self.before is None else [self.num_tokens])]
+        return max((n for n in places if n <= num_tokens and not n % unit), default=0)
+
+    def slot_at(self, num_tokens: int) -> int:
+        """Return the slot that has the states behind `num_tokens` tokens."""
+        slot = self.snapshots.get(num_tokens, self.before)
+        if slot is None or (num_tokens not in self.snapshots and num_tokens != self.num_tokens):
+            raise InternalError(f"A sequence has no states behind {num_tokens} tokens.")
+        return slot
+
+    def add(self, num_tokens: int, slot: int) -> None:
+        """Note a snapshot."""
+        self.snapshots[num_tokens] = slot
+        self.snapshots = dict(sorted(self.snapshots.items()))
+
+    def least_useful(self) -> int | None:
+        """Return the snapshot, but for the last, whose loss costs the fewest tokens."""
+        places = [0, *self.snapshots]
+        gaps = [(place - before, place) for before, place in zip(places, places[1:], strict=False)]
+        return min(gaps[:-1])[1] if len(gaps) > 1 else None
+
+
+class StateStore:
+    """Owns the slots; does not know who is running or kept."""
+
+    def __init__(self, layout: StateLayout, memory: Tensor, arena: ElasticArena | None = None):
+        """memory: uint8, of all slots. arena: provides it; by default it is all there."""
+        self.slot_bytes, self.num_slots = layout.slot_bytes, layout.num_slots
+        self._memory, self._arena = memory, arena
+        self._places = layout.places()
+        self._layers = frozenset(n for n, arrays in enumerate(layout.layers) if arrays)
+        self._free = [*reversed(range(layout.num_slots))]
+        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by slot and layer
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return self._free.pop()
+
+    def free(self, *slots: int) -> None:
+        """Give slots back, and their memory where it is elastic."""
+        for slot in slots:
+            self._free.append(slot)
+            if self._arena is not None:
+                self._arena.release(slot * self.slot_bytes, (slot + 1) * self.slot_bytes)
+
+    def commit(self, *slots: int) -> None:
+        """Provide memory behind slots. Raises PageError."""
+        if self._arena is not None:
+            for slot in slots:
+                self._arena.commit(slot * self.slot_bytes, (slot + 1) * self.slot_bytes)
+
+    def content(self, slot: int) -> Tensor:
+        """View all bytes of a slot."""
+        return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def start_at(self, states: RangeStates, source: int, num_tokens: int) -> None:
+        """Copy a slot to the states that a sequence's next pass begins with. Raises PageError."""
+        if states.before is None:
+            raise InternalError("Only a running sequence can start.")
+        self.commit(states.before)
+        self.content(states.before).copy_(self.content(source))
+        states.num_tokens, states.is_clear = num_tokens, False
+
+    def add_snapshot(self, states: RangeStates) -> None:
+        """Copy a running sequence's states to a free slot. Raises PageError."""
+        if states.before is None:
+            raise InternalError("A kept sequence has no states but snapshots.")
+        slot = self.take()
+        try:
+            self.commit(slot)
+        except PageError:
+            self.free(slot)
+            raise
+        self.content(slot).copy_(self.content(states.before))
+        states.add(states.num_tokens, slot)
+
+    def drop(self, states: RangeStates, *places: int) -> None:
+        """Free snapshots."""
+        self.free(*(states.snapshots.pop(place) for place in places))
+
+    def settle(self, states: RangeStates, num_tokens: int) -> None:
+        """End a sequence, of which the first `num_tokens` tokens are kept, with their snapshots.
+
+        Its last states become one where they are just behind these tokens.
+        """
+        if states.before is not None and states.after is not None:
+            self.free(states.after)
+            if states.num_tokens == num_tokens and num_tokens not in states.snapshots:
+                states.add(num_tokens, states.before)
+            else:
+                self.free(states.before)
+            states.before = states.after = None
+        self.drop(states, *[place for place in states.snapshots if place > num_tokens])
+        if num_tokens not in states.snapshots:
+            raise InternalError(f"A sequence has no states behind {num_tokens} tokens.")
+
+    def begin_pass(self, states: RangeStates, first: int, stop: int) -> None:
+        """Note that a pass computes the tokens from `first` to `stop`; any before it has failed."""
+        states.num_after = 0
+        states.written.clear()
+        if states.before is None or states.after is None:
+            raise InternalError(f"Tokens from {first} on are of a sequence that has ended.")
+        if not first and not states.is_clear:
+            self.content(states.before).zero_()
+            states.num_tokens, states.is_clear = 0, True
+        if first != states.num_tokens:
+            raise InternalError(
+                f"Tokens from {first} on cannot follow states of {states.num_tokens} tokens."
+            )
+        states.num_after = stop
+
+    def of(self, layer: int, states: RangeStates | None) -> States:
+        """Return a layer's states in the pass that has begun."""
+        if self._memory.is_meta:
+            return States(self._of(0, layer), self._of(HALVES - 1, layer))
+        if states is None or states.before is None or states.after is None or not states.num_after:
+            raise InternalError(f"Layer {layer} asks for states, and no pass has begun.")
+        states.written.add(layer)
+        return States(self._of(states.before, layer), self._of(states.after, layer))
+
+    def end_pass(self, states: RangeStates) -> None:
+        """Make what a pass has written the states that the next one finds."""
+        if not states.num_after or states.before is None or states.after is None:
+            return
+        for layer in self._layers - states.written:
+            for old, new in zip(
+                self._of(states.before, layer), self._of(states.after, layer), strict=True
+            ):
+                new.copy_(old)
+        states.before, states.after = states.after, states.before
+        states.num_tokens, states.num_after, states.is_clear = states.num_after, 0, False
+        states.written.clear()
+
+    def _of(self, slot: int, layer: int) -> tuple[Tensor, ...]:
+        found = self._views.get((slot, layer))
+        if found is None:
+            content = self.content(slot)
+            found = tuple(
+                content[start:end].view(dtype).view(shape)
+                for shape, dtype, start, end in self._places[layer]
+            )
+            if not found:
+                raise InternalError(f"Layer {layer} has no states.")
+            self._views[slot, layer] = found
+        return found
