@@ -6,11 +6,17 @@ import numpy as np
 import torch
 from row_model import RowStatisticsFromLogits
 
+from lowtide.config import StateArray
 from lowtide.core import Step, StepKind
 from lowtide.decode.logits import LOGIT_ROWS
+from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
+from lowtide.engine.running.elastic import kv_pages, paged_states
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_pages import KVLayout, KVShape
+from lowtide.memory.pages import PageBudget
+from lowtide.memory.states import StateLayout, StateStore
 
 VOCAB = 20
 MASK = 19
@@ -64,17 +70,23 @@ class HashModel(RowStatisticsFromLogits):
         return self._hidden[:num_rows]
 
     def _segment(self, segment: Segment, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        first, stop = segment.first_position, max(segment.end_position, segment.sees_to)
+        stop = max(segment.end_position, segment.sees_to)
         assert stop <= segment.kv.capacity
-        ends = np.minimum((positions // segment.block_length + 1) * segment.block_length, stop)
         state = mix(tokens + 1000 * positions)
         for layer in range(self.num_layers):
-            rows = torch.from_numpy(mix(state).view(np.int64))[:, None, None]
-            self._kv_cache.write(layer, segment.kv, first, rows, ~rows)
-            keys, values = (x.numpy().ravel() for x in self._kv_cache.read(layer, segment.kv, stop))
-            assert (keys == ~values).all(), "keys that nobody wrote"
-            state = mix(np.cumsum(keys.view(np.uint64))[ends - 1] ^ state)
+            state = self._attended(layer, segment, positions, state)
         return state
+
+    def _attended(
+        self, layer: int, segment: Segment, positions: np.ndarray, state: np.ndarray
+    ) -> np.ndarray:
+        first, stop = segment.first_position, max(segment.end_position, segment.sees_to)
+        ends = np.minimum((positions // segment.block_length + 1) * segment.block_length, stop)
+        rows = torch.from_numpy(mix(state).view(np.int64))[:, None, None]
+        self._kv_cache.write(layer, segment.kv, first, rows, ~rows)
+        keys, values = (x.numpy().ravel() for x in self._kv_cache.read(layer, segment.kv, stop))
+        assert (keys == ~values).all(), "keys that nobody wrote"
+        return mix(np.cumsum(keys.view(np.uint64))[ends - 1] ^ state)
 
     def mixes_rows(self, hidden: torch.Tensor) -> bool:
         return True
@@ -116,3 +128,57 @@ def hash_logits(row: np.ndarray, block_length: int) -> torch.Tensor:
     tokens, positions = torch.from_numpy(row), torch.arange(len(row))
     hidden = model.forward(Batch(tokens, positions, (segment,), Step(StepKind.DENOISE, 0)))
     return torch.cat([model.logits(part).clone() for part in hidden.split(LOGIT_ROWS)])
+
+
+FACTOR = np.uint64(0x5851F42D4C957F2D)
+
+
+class StatefulHashModel(HashModel):
+    """Behind each layer of keys one with a state: a number that hashes all rows so far, in order.
+
+    fails_at: a layer that raises, once.
+    """
+
+    fails_at: int | None = None
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch.placed(self._kv_cache))
+
+    def _segment(self, segment: Segment, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        state = mix(tokens + 1000 * positions)
+        for layer in range(0, 2 * self.num_layers, 2):
+            self._fail(layer)
+            state = self._attended(layer, segment, positions, state)
+            self._fail(layer + 1)
+            before, after = self._kv_cache.states(layer + 1, segment.kv)
+            first = before[0].numpy().view(np.uint64)
+            assert (before[1] == first.astype(np.float64)[0] % 97).all()
+            # s_t = FACTOR * s_(t-1) + x_t, without a loop, as FACTOR has an inverse.
+            powers = np.cumprod(np.full(len(state), FACTOR))
+            inverses = np.cumprod(np.full(len(state), pow(int(FACTOR), -1, 1 << 64), np.uint64))
+            hashes = powers * (first + np.cumsum(inverses * mix(state)))
+            after[0].numpy().view(np.uint64)[:] = hashes[-1]
+            after[1].fill_(float(hashes.astype(np.float64)[-1] % 97))
+            state = mix(hashes ^ state)
+        return state
+
+    def _fail(self, layer: int) -> None:
+        if self.fails_at == layer:
+            self.fails_at = None
+            raise InternalError("as told")
+
+
+def make_state_cache(num_tokens: int, num_slots: int, is_elastic: bool = False) -> KVCache:
+    """Make the cache of a `StatefulHashModel` of two times two layers."""
+    array = (StateArray((1,)), StateArray((5,), "float64"))
+    layout = StateLayout(((), array) * 2, torch.int64, num_slots)
+    shape = KVShape.of([(2, 1, 1), None] * 2, num_tokens)
+    if not is_elastic:
+        storage = [torch.zeros(group, dtype=torch.int64) for group in shape.groups]
+        memory = torch.full((layout.num_bytes,), 0x7F, dtype=torch.uint8)
+        return KVCache(storage, places=shape.places, states=StateStore(layout, memory))
+    layouts = [KVLayout(group, torch.int64) for group in shape.groups]
+    num_bytes = sum(each.address_bytes(SMALL_GROUP_BYTES) for each in layouts)
+    pages = kv_pages(PageBudget(num_bytes + layout.num_bytes), layouts, layout)
+    states = paged_states(pages, layout)
+    return KVCache(pages.storage, pages, places=shape.places, states=states)

@@ -16,6 +16,7 @@ from lowtide.config import Causal, ModelConfig
 from lowtide.core import PassRows, StepKind
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.forced import ForcedText, OnLogits, whole_rows
+from lowtide.decode.kept_sequences import SNAPSHOT_TOKENS
 from lowtide.decode.kind import Blame, Kind, Schedule, Scheduled, UsualPass, callers
 from lowtide.decode.logits import Model, tiled_logits
 from lowtide.decode.prompt_share import PromptShare
@@ -26,6 +27,10 @@ from lowtide.params import DiffusionParams, SamplingParams, field_names, with_pu
 
 CHUNK_MULTIPLE = 16
 """Chunks of a prompt, except its last, have a multiple of this many rows."""
+
+STATE_CHUNK = 64
+"""With states, chunks of a prompt end at such positions, or where states are copied: there they
+are computed in whole chunks of their own, as a longer prompt would be."""
 
 
 class Autoregressive(Kind[Causal, CausalSequence, Choice]):
@@ -54,9 +59,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
         answers = [sequence for sequence in running if sequence.num_rows == 1]
         holds_back = share.holds_back(callers(prompts), callers(answers))
         for sequence in answers if holds_back else [*answers, *prompts]:
-            num_rows = sequence.num_rows
-            if num_rows > num_free:
-                num_rows = num_free // CHUNK_MULTIPLE * CHUNK_MULTIPLE
+            num_rows = _fed_rows(sequence, num_free)
             if num_rows:
                 first, start = sequence.num_cached, max_rows - num_free
                 turns.append(Scheduled(sequence, first, first + num_rows, start))
@@ -105,6 +108,23 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
 
     def forced(self, text: ForcedText, on_logits: OnLogits) -> Autoregressive:
         return _Forced(text, on_logits, self)
+
+
+def _fed_rows(sequence: CausalSequence, num_free: int) -> int:
+    """Return the rows of a sequence in a pass that has so many left."""
+    num_rows, first = sequence.num_rows, sequence.num_cached
+    has_states = sequence.kv.states is not None
+    if has_states:
+        periodic = first // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS + SNAPSHOT_TOKENS
+        places = [periodic, *(place for place in sequence.cuts if place > first)]
+        num_rows = min(num_rows, min(places) - first)
+    if num_rows <= num_free:
+        return num_rows
+    in_chunks = (first + num_free) // STATE_CHUNK * STATE_CHUNK - first
+    # Answers leave room for a chunk, unless passes are so short that they never have any.
+    if has_states and in_chunks > 0:
+        return in_chunks
+    return num_free // CHUNK_MULTIPLE * CHUNK_MULTIPLE
 
 
 class _Forced(Autoregressive):

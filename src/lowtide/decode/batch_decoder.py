@@ -245,6 +245,7 @@ class BatchDecoder(Generic[S, C]):
         self._taking_part = [sequence.request]
         sequence.kv, num_resumed = self._kept.begin(known, num_tokens, self._running)
         sequence.num_cached = sequence.num_exact = num_resumed
+        self._kept.choose_cuts(known, sequence)
         self._running.append(sequence)
 
     def _has_room(self, num_tokens: int) -> bool:
@@ -337,6 +338,7 @@ class BatchDecoder(Generic[S, C]):
         events: list[Event] = []
         for turn, choice in zip(turns, choices, strict=True):
             events += self._kind.written(turn, choice)
+            self._kept.copy_states(turn.sequence)
         for turn, choice in zip(turns, choices, strict=True):
             if choice is None:
                 continue

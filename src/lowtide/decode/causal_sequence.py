@@ -50,6 +50,7 @@ class CausalSequence:
         self.num_known = len(request.prompt)
         self.num_cached = self.num_exact = self.num_resumed = 0  # see `Running`
         self.has_begun = False
+        self.cuts: set[int] = set()
         self.is_finished = False
         self.sampling = Sampling.of(request.params, request.seed)
         self._eos = frozenset(() if request.params.ignore_eos else request.eos_token_ids)

@@ -29,6 +29,7 @@ class DraftSequence(abc.ABC):
         self.is_finished = False
         self.num_cached = self.num_exact = self.num_resumed = 0  # see `Running`
         self.has_begun = False
+        self.cuts: set[int] = set()
         self._mask_token_id = mask_token_id
         self._is_masked = np.arange(length) >= num_prompt
         eos_token_ids = () if request.params.ignore_eos else request.eos_token_ids

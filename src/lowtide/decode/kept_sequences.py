@@ -3,6 +3,9 @@
 A conversation's next turn begins with the whole previous turn and takes over its range in place. A
 request that shares only a beginning, such as a system prompt, gets a copy, so that both remain
 usable. `KVCache` drops ranges, least recently used first.
+
+A sequence with states can be taken up only where they were copied: passes end at such places
+(`Running.cuts`), which are chosen here.
 """
 
 from __future__ import annotations
@@ -30,12 +33,16 @@ MIN_AWAITED_TOKENS = 64
 TEMPLATE_TOKENS = 8
 """Tokens at a prompt's end that a chat template may drop once an answer follows."""
 
+SNAPSHOT_TOKENS = 2048
+"""Distance of the places at which states are copied while there is room."""
+
 
 class Running(Protocol):
     """A sequence whose first `num_cached` tokens have keys and values.
 
     num_exact: tokens computed as for a request alone, in whole passes of the most rows.
-    num_resumed: tokens reused at its start. has_begun: set by its first pass.
+    num_resumed: tokens reused at its start. has_begun: set by its first pass. cuts: places at
+    which a pass has to end, because states are copied there.
     """
 
     kv: KVRange
@@ -44,6 +51,7 @@ class Running(Protocol):
     num_exact: int
     num_resumed: int
     has_begun: bool
+    cuts: set[int]
 
     @property
     def request(self) -> Request: ...
@@ -119,8 +127,9 @@ class KeptSequences:
         with suppress(PageError):  # where ranges can move no more, the beginning is computed
             if restored := self._restored(request, num_tokens, running):
                 return restored
-            if source := self._best_source(request, running):
-                return self._taken_over(source, num_tokens), source.num_tokens
+            source = self._best_source(request, running)
+            if source and (kv := self._taken_over(source, num_tokens)):
+                return kv, source.num_tokens
         return self._kv_cache.allocate(num_tokens), 0
 
     def is_being_computed(self, request: Request, running: Sequence[Running]) -> bool:
@@ -130,6 +139,8 @@ class KeptSequences:
         """
         if self._reuse is Reuse.OFF:
             return False
+        if self._kv_cache.has_states:
+            return self._waits_for_states(request, running)
         least = max(MIN_AWAITED_TOKENS, request.block_length)
         prompts = [
             (sequence.tokens[: len(sequence.request.prompt)], sequence.num_cached + least)
@@ -144,7 +155,8 @@ class KeptSequences:
 
     def end(self, sequence: Running) -> None:
         """Keep a finished sequence if it may be useful, replacing sequences it contains."""
-        tokens = sequence.tokens[: self._num_reusable(sequence)].copy()
+        num_tokens = self._kv_cache.cut(sequence.kv, self._num_reusable(sequence))
+        tokens = sequence.tokens[:num_tokens].copy()
         if self._reuse is Reuse.OFF or len(tokens) < MIN_SHARED_TOKENS:
             self._kv_cache.free(sequence.kv)
             return
@@ -152,6 +164,7 @@ class KeptSequences:
         for kept in self._living():
             is_alike = kept.block_length == block_length
             if is_alike and num_common(kept.tokens, tokens) == len(kept.tokens):
+                self._kv_cache.inherit(kept.kv, sequence.kv)
                 self._kv_cache.free(kept.kv)
         self._kv_cache.keep(sequence.kv, len(tokens))
         num_prompt = len(sequence.request.prompt)
@@ -173,16 +186,54 @@ class KeptSequences:
         if first == sequence.num_exact and stop - first == self._whole_rows(sequence.request):
             sequence.num_exact = stop
 
-    def _taken_over(self, source: _Beginning, num_tokens: int) -> KVRange:
-        """Return a range of at least `num_tokens` tokens that begins like `source`."""
+    def choose_cuts(self, known: Request, sequence: Running) -> None:
+        """Choose where to copy the states of a sequence that starts with known tokens."""
+        sequence.cuts.clear()
+        if self._reuse is Reuse.OFF or not self._kv_cache.has_states:
+            return
+        prompt, unit = self._beginning(known)
+        places = {len(prompt), len(prompt) - TEMPLATE_TOKENS}
+        least = sequence.num_cached + MIN_SHARED_TOKENS
+        sequence.cuts.update(
+            place for place in (each // unit * unit for each in places) if place >= least
+        )
+
+    def copy_states(self, sequence: Running) -> None:
+        """Copy a sequence's states after a pass that ended where they may be wanted."""
+        place, is_off = sequence.num_cached, self._reuse is Reuse.OFF
+        if is_off or not self._kv_cache.has_states or place > self._num_reusable(sequence):
+            return
+        if place in sequence.cuts or not place % SNAPSHOT_TOKENS:
+            self._kv_cache.snapshot(sequence.kv, may_drop=place in sequence.cuts)
+
+    def _waits_for_states(self, request: Request, running: Sequence[Running]) -> bool:
+        """Do as `is_being_computed`, and have the states copied where this request's text ends."""
+        prompt, unit = self._beginning(request)
+        best = self._best_source(request, running)
+        least = MIN_AWAITED_TOKENS + (0 if best is None else best.num_tokens)
+        for sequence in running:
+            tokens = sequence.tokens[: len(sequence.request.prompt)]
+            place = num_common(tokens, prompt) // unit * unit
+            is_exact = self._reuse is Reuse.EXACT
+            if is_exact and sequence.num_exact < sequence.num_cached:
+                continue
+            if place >= least and place > sequence.num_cached and not sequence.kv.is_mixed:
+                sequence.cuts.add(place)
+                return True
+        return False
+
+    def _taken_over(self, source: _Beginning, num_tokens: int) -> KVRange | None:
+        """Return a range of at least `num_tokens` tokens that begins like `source`.
+
+        None if there is no room beside it.
+        """
         cache, shared, kv, kept = self._kv_cache, *source
-        if kept is not None and (
-            source.is_same_conversation or not cache.can_branch(kv, num_tokens)
-        ):
+        can_branch = cache.can_branch(kv, num_tokens)
+        if kept is not None and (source.is_same_conversation or not can_branch):
             cache.resume(kv, shared, num_tokens)
             self._kept.remove(kept)
             return kv
-        return cache.branch(kv, shared, num_tokens)
+        return cache.branch(kv, shared, num_tokens) if can_branch else None
 
     def _best_source(self, request: Request, running: Sequence[Running]) -> _Beginning | None:
         """Return the longest reusable beginning; of equals, the last used."""
@@ -191,7 +242,7 @@ class KeptSequences:
         prompt, unit = self._beginning(request)
         best = None
         for tokens, kv, kept in self._candidates(request.block_length, running):
-            num_tokens = num_common(tokens, prompt) // unit * unit
+            num_tokens = self._kv_cache.cut(kv, num_common(tokens, prompt), unit)
             if num_tokens >= MIN_SHARED_TOKENS and (best is None or num_tokens >= best.num_tokens):
                 best = _Beginning(num_tokens, kv, kept)
         return best

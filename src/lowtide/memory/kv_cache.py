@@ -118,6 +118,11 @@ class KVCache:
         return self._storage[0].dtype
 
     @property
+    def has_states(self) -> bool:
+        """True if a sequence can only be cut where its states were copied."""
+        return self._states is not None
+
+    @property
     def num_free_tokens(self) -> int:
         """Number of tokens that are unused or in kept ranges."""
         return self._num_unused_tokens + sum(kept.capacity for kept in self._kept)

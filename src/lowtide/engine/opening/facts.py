@@ -251,7 +251,7 @@ class RunOptions:
     @classmethod
     def of(cls, asked: EngineConfig, config: ModelConfig) -> RunOptions:
         # Nothing is taken over where passes see the whole sequence, or compute it each time.
-        is_kept = bool(asked.kv_cache) and config.decoding.keeps_keys and not config.has_states
+        is_kept = bool(asked.kv_cache) and config.decoding.keeps_keys
         reuse = Reuse(asked.cache) if is_kept else Reuse.OFF
         return cls(asked, reuse, recipe_in_use(asked.policy))
 
