@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lowtide.config import format_size
 from lowtide.core import IntArray
 from lowtide.errors import StorageError
-from lowtide.files.kept_file import FileHead, KeyLayout, num_common
+from lowtide.files.kept_file import FileHead, KeyLayout, num_common, seal
 from lowtide.files.stored_files import StoredFiles, file_name
 from lowtide.memory.kv_cache import KVCache, KVRange
 from lowtide.threads.daemon_pool import DaemonPool
@@ -91,32 +91,39 @@ class SequenceWriter:
 
     def _write(self, kept: _Kept) -> int:
         files, tokens = self._files, kept.tokens
-        if not self._kv_cache.is_kept(kept.kv) or kept.kv.num_kept != kept.num_kept:
+        snapshots = self._kv_cache.kept_snapshots(kept.kv, kept.num_kept)
+        if snapshots is None:
             raise _Gone
-        stored = {entry.name: head.tokens for entry, head in files.of_model(kept.model)}
-        num_shared = {name: num_common(ids, tokens) for name, ids in stored.items()}
-        for name in stored:
-            if num_shared[name] == len(tokens):  # all of it is there
-                files.folder.touch(name)
+        stored = {entry.name: head for entry, head in files.of_model(kept.model)}
+        num_shared = {name: num_common(head.tokens, tokens) for name, head in stored.items()}
+        for name, head in stored.items():
+            if num_shared[name] == len(tokens) and {*snapshots} <= {*head.snapshots}:
+                files.folder.touch(name)  # all of it is there
                 self._note_stored(name, kept)
                 return 0
-        superseded = [name for name, ids in stored.items() if num_shared[name] == len(ids)]
-        num_bytes = self._layout.file_bytes(len(tokens))
+        new_name = file_name(kept.model, tokens)
+        superseded = [
+            name
+            for name, head in stored.items()
+            if num_shared[name] == len(head.tokens)
+            and {*head.snapshots} <= {*snapshots}
+            and name != new_name
+        ]
+        num_bytes = self._layout.file_bytes(len(tokens), len(snapshots))
         if num_bytes > files.most_bytes:
             raise StorageError(
                 f"{len(tokens)} tokens take {format_size(num_bytes)} of cache_disk, which is "
                 f"{format_size(files.most_bytes)}"
             )
         files.make_room(num_bytes, superseded)
-        head = FileHead.of(kept.model, self._model_name, tokens, files.key)
-        name = file_name(kept.model, tokens)
-        with files.folder.writing(name) as descriptor:
+        head = FileHead.of(kept.model, self._model_name, tokens, snapshots, files.key)
+        with files.folder.writing(new_name) as descriptor:
             _write_all(descriptor, head.stored)
             for chunk in self._chunks(kept, head):
                 _write_all(descriptor, chunk.data)
         for old in superseded:
             files.folder.remove(old)
-        self._note_stored(name, kept)
+        self._note_stored(new_name, kept)
         return num_bytes
 
     def _note_stored(self, name: str, kept: _Kept) -> None:
@@ -131,14 +138,20 @@ class SequenceWriter:
 
     def _chunks(self, kept: _Kept, head: FileHead) -> Iterator[NDArray[np.uint8]]:
         """Yield the chunks in stored form, each valid until the next. Raise _Gone."""
-        layout = self._layout
-        buffer = np.empty(layout.stored_bytes(layout.chunk_tokens), np.uint8)
-        for tokens in layout.chunks(len(kept.tokens)):
-            stored = buffer[: layout.stored_bytes(len(tokens))]
-            content = layout.content(stored, len(tokens))
-            if not self._kv_cache.copy_kept(kept.kv, kept.num_kept, tokens.start, content):
+        layout, cache = self._layout, self._kv_cache
+        held = kept.kv, kept.num_kept
+        buffer = np.empty(layout.most_stored_bytes, np.uint8)
+        for chunk in layout.all_chunks(head):
+            stored = buffer[: chunk.stored_bytes]
+            own = stored[: chunk.num_bytes]
+            if chunk.snapshot:
+                is_there = cache.copy_kept_states(*held, chunk.snapshot, chunk.offset, own)
+            else:
+                content = layout.content(stored, len(chunk.tokens))
+                is_there = cache.copy_kept(*held, chunk.tokens.start, content)
+            if not is_there:
                 raise _Gone
-            layout.seal(stored, tokens, head, self._files.key)
+            seal(stored, chunk, head, self._files.key)
             yield stored
 
     def _tell(self, reason: object) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import IntArray
 from lowtide.decode.sequence_writer import SequenceWriter
 from lowtide.errors import LowtideError
 from lowtide.files.array_file import Contradiction
-from lowtide.files.kept_file import MODEL_BYTES, FileHead, KeyLayout, num_common
+from lowtide.files.kept_file import MODEL_BYTES, Chunk, FileHead, KeyLayout, num_common
 from lowtide.files.own_folder import FolderEntry
 from lowtide.files.stored_files import StoredFiles
 from lowtide.memory.kv_cache import KVCache, KVRange
@@ -51,7 +52,10 @@ class StoredSequences:
         self._writer = SequenceWriter(files, kv_cache, layout, model_name)
 
     def find(self, prompt: IntArray, block_length: int, unit: int) -> StoredBeginning | None:
-        """Return the file with the longest beginning of a prompt, in multiples of `unit` tokens."""
+        """Return the file with the longest beginning of a prompt, in multiples of `unit` tokens.
+
+        With states it is the file with the largest snapshot in what they have in common.
+        """
         best = None
         try:
             stored = self._files.of_model(self._model(block_length))
@@ -59,33 +63,46 @@ class StoredSequences:
             _log.warning("%s cannot be listed: %s.", self._files.folder.path, error.strerror)
             return None
         for entry, head in stored:
-            if entry.num_bytes != self._layout.file_bytes(len(head.tokens)):
+            num_bytes = self._layout.file_bytes(len(head.tokens), len(head.snapshots))
+            if entry.num_bytes != num_bytes:
                 self._files.distrust(entry, f"it has {entry.num_bytes} bytes")
                 continue
-            num_tokens = num_common(head.tokens, prompt) // unit * unit
+            num_tokens = self._layout.cut(head, num_common(head.tokens, prompt), unit)
             if best is None or num_tokens > best.num_tokens:
                 best = StoredBeginning(entry, head, num_tokens)
         return best
 
     def restore(self, found: StoredBeginning, kv: KVRange) -> bool:
-        """Read keys and values into a new range with memory.
+        """Read keys, values and snapshots into a new range with memory.
 
         Returns False if the file is damaged or gone; `find` then returns another.
         """
         folder, name, num_tokens = self._files.folder, found.entry.name, found.num_tokens
         rows = self._kv_cache.rows(kv, 0, num_tokens)
+        states = self._kv_cache.restored_states(kv, num_tokens, found.head.snapshots)
 
-        def place(first: int, content: list[NDArray[Any]]) -> None:
-            for own, stored in zip(rows, content, strict=True):
-                target = own[:, :, :, first : first + stored.shape[3]]
+        def place(chunk: Chunk, content: NDArray[np.uint8]) -> None:
+            if chunk.snapshot:
+                target = states[chunk.snapshot]
+                target[chunk.offset : chunk.offset + chunk.num_bytes] = content
+                return
+            first, count = chunk.tokens.start, len(chunk.tokens)
+            for own, stored in zip(rows, self._layout.content(content, count), strict=True):
+                target = own[:, :, :, first : first + count]
                 target[...] = stored[:, :, :, : target.shape[3]]
 
+        chunks = [
+            chunk
+            for chunk in self._layout.all_chunks(found.head)
+            if chunk.snapshot in states or (chunk.tokens and chunk.tokens.start < num_tokens)
+        ]
         try:
-            self._reader.read(folder.open(name), found.head, num_tokens, place)
+            self._reader.read(folder.open(name), found.head, chunks, place)
         except (Contradiction, LowtideError, OSError) as error:
             self._files.distrust(found.entry, error)
             return False
         self._kv_cache.claim(kv, 0, num_tokens)
+        self._kv_cache.snapshot(kv, may_drop=False)
         with suppress(OSError):
             folder.touch(name)
         return True

@@ -1,12 +1,14 @@
-"""File with the keys and values of one sequence, authenticated chunk by chunk.
+"""File with the keys and values of one sequence, and snapshots of its states.
 
-  head    facts | token ids | MAC | zeros      padded to BORDER_BYTES, where direct reads
-  chunks  keys and values | MAC | zeros        begin; so is each chunk
+  head       facts | token ids | snapshots | MAC | zeros    padded to BORDER_BYTES, where direct
+  tokens     keys and values | MAC | zeros                  reads begin; so is each chunk
+  snapshots  states | MAC | zeros
 
-A chunk has consecutive tokens, [layers, arrays, kv_heads, tokens, width], as in memory, of one
-group of layers after the other. MACs are
-made with a key that is not in the file; a chunk's MAC includes its head's MAC and its number, so
-that chunks of other files or positions are rejected. Every size is checked before it is used.
+A chunk of tokens has consecutive ones, [layers, arrays, kv_heads, tokens, width], as in memory, of
+one group of layers after the other. A snapshot is all states behind so many tokens, in chunks of
+its own; the head lists these numbers. MACs are made with a key that is not in the file; a chunk's
+MAC includes its head's MAC and its number, so that chunks of other files or positions are rejected.
+Every size is checked before it is used.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import hmac
 import math
 import os
 import struct
+from collections.abc import Sequence
 from secrets import token_bytes
 from typing import Any, NamedTuple
 
@@ -28,13 +31,15 @@ BORDER_BYTES = 4096
 MAC_BYTES = 32
 MODEL_BYTES = 16
 CHUNK_BYTES = 1 << 20
-"""Size of a chunk of keys and values, unless `LEAST_TOKENS` need more."""
+"""Size of a chunk, unless `LEAST_TOKENS` need more."""
 
 LEAST_TOKENS = 16
 MAX_TOKENS = 1 << 28
+MAX_SNAPSHOTS = 1 << 16
 
-_MAGIC = b"lowtide keys 2\0\0"
-_FACTS = struct.Struct(f"<16s16s{MODEL_BYTES}sq128s")  # magic, nonce, model, tokens, name
+_MAGIC = b"lowtide keys 3\0\0"
+# Magic, nonce, model, tokens, snapshots, name.
+_FACTS = struct.Struct(f"<16s16s{MODEL_BYTES}sqq128s")
 
 
 class FileHead(NamedTuple):
@@ -43,43 +48,51 @@ class FileHead(NamedTuple):
     model: bytes  # a digest of `MODEL_BYTES`
     name: str  # of the model, to be shown
     tokens: IntArray
+    snapshots: tuple[int, ...]  # numbers of tokens, ascending
     facts: bytes  # as stored
     mac: bytes
 
     @classmethod
-    def of(cls, model: bytes, name: str, tokens: IntArray, key: bytes) -> FileHead:
+    def of(
+        cls, model: bytes, name: str, tokens: IntArray, snapshots: Sequence[int], key: bytes
+    ) -> FileHead:
         """Make the head of a new file, with a random nonce."""
-        facts = _FACTS.pack(_MAGIC, token_bytes(16), model, len(tokens), name.encode()[:128])
-        mac = _mac(key, b"head", facts, tokens.astype("<i4").tobytes())
-        return cls(model, name, tokens, facts, mac)
+        sizes = len(tokens), len(snapshots)
+        facts = _FACTS.pack(_MAGIC, token_bytes(16), model, *sizes, name.encode()[:128])
+        mac = _mac(key, b"head", facts, _numbers(tokens, snapshots))
+        return cls(model, name, tokens, tuple(snapshots), facts, mac)
 
     @classmethod
     def read(cls, descriptor: int, key: bytes) -> FileHead:
         """Read a file's head. Raises Contradiction if it was not written with this key, OSError."""
         facts = _read(descriptor, 0, _FACTS.size)
-        magic, _, model, num_tokens, name = _FACTS.unpack(facts)
+        magic, _, model, num_tokens, num_snapshots, name = _FACTS.unpack(facts)
         if magic != _MAGIC:
             raise Contradiction("it has no keys and values, or another version's")
         if not 0 < num_tokens <= MAX_TOKENS:
             raise Contradiction(f"it claims {num_tokens} tokens")
-        if _head_bytes(num_tokens) > os.fstat(descriptor).st_size:
+        if not 0 <= num_snapshots <= MAX_SNAPSHOTS:
+            raise Contradiction(f"it claims {num_snapshots} snapshots")
+        if _head_bytes(num_tokens, num_snapshots) > os.fstat(descriptor).st_size:
             raise Contradiction(f"it claims {num_tokens} tokens and ends before their ids")
-        stored = _read(descriptor, len(facts), 4 * num_tokens + MAC_BYTES)
-        ids, mac = stored[:-MAC_BYTES], stored[-MAC_BYTES:]
-        if not hmac.compare_digest(mac, _mac(key, b"head", facts, ids)):
+        stored = _read(descriptor, len(facts), 4 * (num_tokens + num_snapshots) + MAC_BYTES)
+        numbers, mac = stored[:-MAC_BYTES], stored[-MAC_BYTES:]
+        if not hmac.compare_digest(mac, _mac(key, b"head", facts, numbers)):
             raise Contradiction("its head is not what was written with this user's key")
-        tokens = np.frombuffer(ids, "<i4").astype(np.int64)
-        return cls(model, name.rstrip(b"\0").decode(errors="replace"), tokens, facts, mac)
+        found = np.frombuffer(numbers, "<i4").astype(np.int64)
+        tokens, snapshots = found[:num_tokens], tuple(found[num_tokens:].tolist())
+        shown = name.rstrip(b"\0").decode(errors="replace")
+        return cls(model, shown, tokens, snapshots, facts, mac)
 
     @property
     def num_bytes(self) -> int:
         """Bytes before the first chunk."""
-        return _head_bytes(len(self.tokens))
+        return _head_bytes(len(self.tokens), len(self.snapshots))
 
     @property
     def stored(self) -> bytes:
         """The head as it is stored."""
-        content = self.facts + self.tokens.astype("<i4").tobytes() + self.mac
+        content = self.facts + _numbers(self.tokens, self.snapshots) + self.mac
         return content.ljust(self.num_bytes, b"\0")
 
     def chunk_mac(self, key: bytes, index: int, content: NDArray[np.uint8]) -> bytes:
@@ -87,11 +100,27 @@ class FileHead(NamedTuple):
         return _mac(key, b"chunk", self.mac, index.to_bytes(8, "little"), content.data)
 
 
+class Chunk(NamedTuple):
+    """A part of a file with a MAC of its own: keys and values of tokens, or bytes of a snapshot."""
+
+    index: int
+    start: int  # in the file
+    num_bytes: int  # of its content
+    tokens: range = range(0)
+    snapshot: int = 0  # its number of tokens; 0: these are keys and values
+    offset: int = 0  # of the bytes in the snapshot
+
+    @property
+    def stored_bytes(self) -> int:
+        return align_up(self.num_bytes + MAC_BYTES, BORDER_BYTES)
+
+
 class KeyLayout(NamedTuple):
     """Shapes of a token's keys and values: [layers, arrays, kv_heads, width] of each group."""
 
     shapes: tuple[tuple[int, int, int, int], ...]
     itemsize: int
+    state_bytes: int = 0  # of a snapshot; 0: a sequence has no states
 
     @property
     def token_bytes(self) -> int:
@@ -106,12 +135,52 @@ class KeyLayout(NamedTuple):
         """Return the size of a chunk in the file."""
         return align_up(num_tokens * self.token_bytes + MAC_BYTES, BORDER_BYTES)
 
-    def file_bytes(self, num_tokens: int) -> int:
+    @property
+    def most_stored_bytes(self) -> int:
+        """Size of the largest chunk in a file."""
+        of_states = Chunk(0, 0, min(self.state_bytes, self._piece_bytes)).stored_bytes
+        return max(self.stored_bytes(self.chunk_tokens), of_states)
+
+    def file_bytes(self, num_tokens: int, num_snapshots: int = 0) -> int:
         """Return the size of a file with `num_tokens` tokens."""
         num_whole, num_left = divmod(num_tokens, self.chunk_tokens)
         last_bytes = self.stored_bytes(num_left) if num_left else 0
         whole_bytes = num_whole * self.stored_bytes(self.chunk_tokens)
-        return _head_bytes(num_tokens) + whole_bytes + last_bytes
+        snapshot_bytes = sum(chunk.stored_bytes for chunk in self._of_snapshot(0, 0, 0))
+        head_bytes = _head_bytes(num_tokens, num_snapshots)
+        return head_bytes + whole_bytes + last_bytes + num_snapshots * snapshot_bytes
+
+    def cut(self, head: FileHead, num_tokens: int, unit: int) -> int:
+        """Return the most tokens, at most `num_tokens`, that a sequence can begin with.
+
+        They are a multiple of `unit`.
+        """
+        if not self.state_bytes:
+            return num_tokens // unit * unit
+        return max((n for n in head.snapshots if n <= num_tokens and not n % unit), default=0)
+
+    def all_chunks(self, head: FileHead) -> list[Chunk]:
+        """Return the chunks of a file, in order."""
+        found, start = list[Chunk](), head.num_bytes
+        for tokens in self.chunks(len(head.tokens)):
+            found.append(Chunk(len(found), start, len(tokens) * self.token_bytes, tokens))
+            start += found[-1].stored_bytes
+        for snapshot in head.snapshots:
+            found += self._of_snapshot(len(found), start, snapshot)
+            start = found[-1].start + found[-1].stored_bytes
+        return found
+
+    @property
+    def _piece_bytes(self) -> int:
+        return max(CHUNK_BYTES, BORDER_BYTES)
+
+    def _of_snapshot(self, index: int, start: int, snapshot: int) -> list[Chunk]:
+        found = []
+        for offset in range(0, self.state_bytes, self._piece_bytes):
+            num_bytes = min(self._piece_bytes, self.state_bytes - offset)
+            found.append(Chunk(index, start, num_bytes, range(0), snapshot, offset))
+            index, start = index + 1, start + found[-1].stored_bytes
+        return found
 
     def chunks(self, num_tokens: int) -> list[range]:
         """Return the range of tokens of each chunk of a file."""
@@ -132,19 +201,19 @@ class KeyLayout(NamedTuple):
             )
         ]
 
-    def seal(self, stored: NDArray[np.uint8], tokens: range, head: FileHead, key: bytes) -> None:
-        """Write the MAC behind a chunk's content, and zeros behind it."""
-        num_bytes = len(tokens) * self.token_bytes
-        mac = head.chunk_mac(key, tokens.start // self.chunk_tokens, stored[:num_bytes])
-        stored[num_bytes : num_bytes + MAC_BYTES] = np.frombuffer(mac, np.uint8)
-        stored[num_bytes + MAC_BYTES :] = 0
 
-    def check(self, stored: NDArray[np.uint8], tokens: range, head: FileHead, key: bytes) -> None:
-        """Raise Contradiction for a stored chunk that `seal` did not write."""
-        num_bytes, index = len(tokens) * self.token_bytes, tokens.start // self.chunk_tokens
-        mac = stored[num_bytes : num_bytes + MAC_BYTES].tobytes()
-        if not hmac.compare_digest(mac, head.chunk_mac(key, index, stored[:num_bytes])):
-            raise Contradiction(f"its chunk {index} is not what was written")
+def seal(stored: NDArray[np.uint8], chunk: Chunk, head: FileHead, key: bytes) -> None:
+    """Write the MAC behind a chunk's content, and zeros behind it."""
+    mac = head.chunk_mac(key, chunk.index, stored[: chunk.num_bytes])
+    stored[chunk.num_bytes : chunk.num_bytes + MAC_BYTES] = np.frombuffer(mac, np.uint8)
+    stored[chunk.num_bytes + MAC_BYTES :] = 0
+
+
+def check(stored: NDArray[np.uint8], chunk: Chunk, head: FileHead, key: bytes) -> None:
+    """Raise Contradiction for a stored chunk that `seal` did not write."""
+    mac = stored[chunk.num_bytes : chunk.num_bytes + MAC_BYTES].tobytes()
+    if not hmac.compare_digest(mac, head.chunk_mac(key, chunk.index, stored[: chunk.num_bytes])):
+        raise Contradiction(f"its chunk {chunk.index} is not what was written")
 
 
 def num_common(one: IntArray, other: IntArray) -> int:
@@ -154,8 +223,13 @@ def num_common(one: IntArray, other: IntArray) -> int:
     return int(is_different.argmax()) if is_different.any() else length
 
 
-def _head_bytes(num_tokens: int) -> int:
-    return align_up(_FACTS.size + 4 * num_tokens + MAC_BYTES, BORDER_BYTES)
+def _head_bytes(num_tokens: int, num_snapshots: int) -> int:
+    num_numbers = num_tokens + num_snapshots
+    return align_up(_FACTS.size + 4 * num_numbers + MAC_BYTES, BORDER_BYTES)
+
+
+def _numbers(tokens: IntArray, snapshots: Sequence[int]) -> bytes:
+    return tokens.astype("<i4").tobytes() + np.array(snapshots, "<i4").tobytes()
 
 
 def _mac(key: bytes, what: bytes, *parts: bytes | memoryview) -> bytes:

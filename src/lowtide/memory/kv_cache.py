@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -121,6 +122,11 @@ class KVCache:
     def has_states(self) -> bool:
         """True if a sequence can only be cut where its states were copied."""
         return self._states is not None
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a copy of a sequence's states; 0 without states."""
+        return 0 if self._states is None else self._states.slot_bytes
 
     @property
     def num_free_tokens(self) -> int:
@@ -283,6 +289,51 @@ class KVCache:
                 for own, there in zip(target, rows, strict=True):
                     own[...] = there
             return is_there
+
+    def kept_snapshots(self, kv_range: KVRange, num_kept: int) -> tuple[int, ...] | None:
+        """Return the snapshots of a range in its `num_kept`th keeping, by their tokens.
+
+        None if the range is gone. Thread-safe.
+        """
+        with self._gate:
+            if not self.is_kept(kv_range) or kv_range.num_kept != num_kept:
+                return None
+            return () if kv_range.states is None else tuple(kv_range.states.snapshots)
+
+    def copy_kept_states(
+        self,
+        kv_range: KVRange,
+        num_kept: int,
+        num_tokens: int,
+        offset: int,
+        target: NDArray[np.uint8],
+    ) -> bool:
+        """Copy bytes of a snapshot from `offset` on; do otherwise as `copy_kept`."""
+        with self._gate:
+            places = self.kept_snapshots(kv_range, num_kept) or ()
+            if self._states is None or kv_range.states is None or num_tokens not in places:
+                return False
+            content = self._states.content(kv_range.states.snapshots[num_tokens]).numpy()
+            target[:] = content[offset : offset + len(target)]
+            return True
+
+    def restored_states(
+        self, kv_range: KVRange, num_tokens: int, snapshots: Iterable[int]
+    ) -> dict[int, NDArray[np.uint8]]:
+        """Return host memory for a new range's states, by their tokens, to be filled before a pass.
+
+        They are those behind `num_tokens` tokens and, while there is room, earlier snapshots.
+        """
+        store, states = self._states, kv_range.states
+        if store is None or states is None or states.before is None:
+            return {}
+        states.num_tokens, states.is_clear = num_tokens, False
+        found = {num_tokens: store.content(states.before).numpy()}
+        for place in snapshots:
+            if place < num_tokens and store.num_free:
+                with suppress(PageError):
+                    found[place] = store.content(store.new_snapshot(states, place)).numpy()
+        return found
 
     def rows(self, kv_range: KVRange, first: int, num_tokens: int) -> list[NDArray[Any]]:
         """Return host memory of tokens from `first` on, in the layout of `copy_kept`.

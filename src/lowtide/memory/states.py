@@ -156,14 +156,19 @@ class StateStore:
         """Copy a running sequence's states to a free slot. Raises PageError."""
         if states.before is None:
             raise InternalError("A kept sequence has no states but snapshots.")
+        slot = self.new_snapshot(states, states.num_tokens)
+        self.content(slot).copy_(self.content(states.before))
+
+    def new_snapshot(self, states: RangeStates, num_tokens: int) -> int:
+        """Give a sequence a free slot, to be filled. Raises PageError."""
         slot = self.take()
         try:
             self.commit(slot)
         except PageError:
             self.free(slot)
             raise
-        self.content(slot).copy_(self.content(states.before))
-        states.add(states.num_tokens, slot)
+        states.add(num_tokens, slot)
+        return slot
 
     def drop(self, states: RangeStates, *places: int) -> None:
         """Free snapshots."""

@@ -5,28 +5,27 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.errors import StorageError
 from lowtide.files.array_file import Contradiction
-from lowtide.files.kept_file import BORDER_BYTES, FileHead, KeyLayout
+from lowtide.files.kept_file import BORDER_BYTES, Chunk, FileHead, KeyLayout, check
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import CLOSE_LIMIT_S, NUM_READERS, Ticket
 from lowtide.threads.daemon_pool import DaemonPool
 from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S
 
-Place = Callable[[int, list[NDArray[Any]]], None]
-"""Callback with a chunk's first token and its keys and values, which stay the reader's.
+Place = Callable[[Chunk, NDArray[np.uint8]], None]
+"""Callback with a chunk and its content, which stays the reader's.
 
-It is called on several threads at once, with different tokens.
+It is called on several threads at once, with different chunks.
 """
 
 
@@ -38,15 +37,15 @@ class ChunkReader:
         self._threads = DaemonPool(NUM_READERS, "lowtide-kept")
         self._is_stopped = False
 
-    def read(self, descriptor: int, head: FileHead, num_tokens: int, place: Place) -> None:
-        """Read the chunks of a file's first `num_tokens` tokens, then close it.
+    def read(self, descriptor: int, head: FileHead, chunks: Sequence[Chunk], place: Place) -> None:
+        """Read some chunks of a file, then close it.
 
         `place` is called on the reader threads with authenticated content. Raises Contradiction for
         other content, OSError, and StorageError for a drive that does not answer; `place` is not
         called afterwards.
         """
-        work = _Reading(descriptor, head, self._layout, self._key, num_tokens, place)
-        size = self._layout.stored_bytes(self._layout.chunk_tokens)
+        work = _Reading(descriptor, head, self._key, chunks, place)
+        size = self._layout.most_stored_bytes
         tickets: list[Ticket] = []
         try:
             buffers = Arena(NUM_READERS * size).array().reshape(NUM_READERS, size)
@@ -85,30 +84,28 @@ class _Reading:
         self,
         descriptor: int,
         head: FileHead,
-        layout: KeyLayout,
         key: bytes,
-        num_tokens: int,
+        chunks: Sequence[Chunk],
         place: Place,
     ) -> None:
-        self._descriptor, self._head, self._layout, self._key = descriptor, head, layout, key
+        self._descriptor, self._head, self._key = descriptor, head, key
         self._place = place
-        self.chunks = [c for c in layout.chunks(len(head.tokens)) if c.start < num_tokens]
-        self._next = iter(self.chunks)
+        self._next = iter(chunks)
         self._gate = threading.Lock()
         # A thread's is held while it places a chunk.
-        self.gates = [threading.Lock() for _ in self.chunks[:NUM_READERS]]
+        self.gates = [threading.Lock() for _ in chunks[:NUM_READERS]]
         self._is_over = False
 
     def run(self, buffer: NDArray[np.uint8], gate: threading.Lock) -> int:
         """Read chunks on one thread; return the bytes read."""
         num_bytes = 0
-        while not self._is_over and (tokens := self._take()) is not None:
-            stored = buffer[: self._layout.stored_bytes(len(tokens))]
-            self._pull(tokens, stored)
-            self._layout.check(stored, tokens, self._head, self._key)
+        while not self._is_over and (chunk := self._take()) is not None:
+            stored = buffer[: chunk.stored_bytes]
+            self._pull(chunk, stored)
+            check(stored, chunk, self._head, self._key)
             with gate:
                 if not self._is_over:
-                    self._place(tokens.start, self._layout.content(stored, len(tokens)))
+                    self._place(chunk, stored[: chunk.num_bytes])
             num_bytes += len(stored)
         return num_bytes
 
@@ -119,18 +116,16 @@ class _Reading:
             with gate:  # wait until its thread has placed its chunk
                 pass
 
-    def _take(self) -> range | None:
+    def _take(self) -> Chunk | None:
         with self._gate:
             return next(self._next, None)
 
-    def _pull(self, tokens: range, stored: NDArray[np.uint8]) -> None:
-        layout, filled = self._layout, 0
-        index = tokens.start // layout.chunk_tokens
-        start = self._head.num_bytes + index * layout.stored_bytes(layout.chunk_tokens)
+    def _pull(self, chunk: Chunk, stored: NDArray[np.uint8]) -> None:
+        filled = 0
         while filled < len(stored):
-            got = os.preadv(self._descriptor, [stored[filled:].data], start + filled)
+            got = os.preadv(self._descriptor, [stored[filled:].data], chunk.start + filled)
             if not got:
-                raise Contradiction(f"it ends in its chunk {index}")
+                raise Contradiction(f"it ends in its chunk {chunk.index}")
             filled += got
 
 

@@ -38,12 +38,12 @@ def stored_sequences(
 ) -> StoredSequences:
     """Open the model's sequences in `files`, which are closed with them.
 
-    digest: of everything that determines their bits. shape: of the KV cache.
+    digest: of everything that determines their bits. shape: of keys and values.
     """
     shapes = tuple(
         (layers, arrays, heads, width) for layers, arrays, heads, _, width in shape.groups
     )
-    layout = KeyLayout(shapes, kv_cache.dtype.itemsize)
+    layout = KeyLayout(shapes, kv_cache.dtype.itemsize, kv_cache.snapshot_bytes)
     return StoredSequences(files, digest, _name(model), kv_cache, layout)
 
 
