@@ -103,7 +103,7 @@ class FileHead(NamedTuple):
 class Chunk(NamedTuple):
     """A part of a file with a MAC of its own: keys and values of tokens, or bytes of a snapshot."""
 
-    index: int
+    number: int
     start: int  # in the file
     num_bytes: int  # of its content
     tokens: range = range(0)
@@ -174,12 +174,12 @@ class KeyLayout(NamedTuple):
     def _piece_bytes(self) -> int:
         return max(CHUNK_BYTES, BORDER_BYTES)
 
-    def _of_snapshot(self, index: int, start: int, snapshot: int) -> list[Chunk]:
+    def _of_snapshot(self, number: int, start: int, snapshot: int) -> list[Chunk]:
         found = []
         for offset in range(0, self.state_bytes, self._piece_bytes):
             num_bytes = min(self._piece_bytes, self.state_bytes - offset)
-            found.append(Chunk(index, start, num_bytes, range(0), snapshot, offset))
-            index, start = index + 1, start + found[-1].stored_bytes
+            found.append(Chunk(number, start, num_bytes, range(0), snapshot, offset))
+            number, start = number + 1, start + found[-1].stored_bytes
         return found
 
     def chunks(self, num_tokens: int) -> list[range]:
@@ -204,7 +204,7 @@ class KeyLayout(NamedTuple):
 
 def seal(stored: NDArray[np.uint8], chunk: Chunk, head: FileHead, key: bytes) -> None:
     """Write the MAC behind a chunk's content, and zeros behind it."""
-    mac = head.chunk_mac(key, chunk.index, stored[: chunk.num_bytes])
+    mac = head.chunk_mac(key, chunk.number, stored[: chunk.num_bytes])
     stored[chunk.num_bytes : chunk.num_bytes + MAC_BYTES] = np.frombuffer(mac, np.uint8)
     stored[chunk.num_bytes + MAC_BYTES :] = 0
 
@@ -212,8 +212,8 @@ def seal(stored: NDArray[np.uint8], chunk: Chunk, head: FileHead, key: bytes) ->
 def check(stored: NDArray[np.uint8], chunk: Chunk, head: FileHead, key: bytes) -> None:
     """Raise Contradiction for a stored chunk that `seal` did not write."""
     mac = stored[chunk.num_bytes : chunk.num_bytes + MAC_BYTES].tobytes()
-    if not hmac.compare_digest(mac, head.chunk_mac(key, chunk.index, stored[: chunk.num_bytes])):
-        raise Contradiction(f"its chunk {chunk.index} is not what was written")
+    if not hmac.compare_digest(mac, head.chunk_mac(key, chunk.number, stored[: chunk.num_bytes])):
+        raise Contradiction(f"its chunk {chunk.number} is not what was written")
 
 
 def num_common(one: IntArray, other: IntArray) -> int:

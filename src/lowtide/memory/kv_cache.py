@@ -157,8 +157,8 @@ class KVCache:
         start = self._find(capacity)
         kv_range = KVRange(self._compact() if start is None else start, capacity)
         if self._states is not None:
-            slots = (self._take_slot(self._states) for _ in range(HALVES))
-            kv_range.states = RangeStates(*slots)
+            store = self._states
+            kv_range.states = RangeStates(self._take_slot(store), self._take_slot(store))
         self._taken.append(kv_range)
         self._taken.sort(key=lambda taken: taken.start)
         return kv_range

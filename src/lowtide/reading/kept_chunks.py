@@ -125,7 +125,7 @@ class _Reading:
         while filled < len(stored):
             got = os.preadv(self._descriptor, [stored[filled:].data], chunk.start + filled)
             if not got:
-                raise Contradiction(f"it ends in its chunk {chunk.index}")
+                raise Contradiction(f"it ends in its chunk {chunk.number}")
             filled += got
 
 
