@@ -20,8 +20,9 @@ DEEP_DEMO = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowtide/benchmarks/demo-12-la
 # Where the results of a GPU go.
 OUT ?= docs/results
 
-# A worker for each core; what a test's marker or part (tests/parts.py) leaves out runs elsewhere.
-WORKERS ?= $(shell nproc)
+# Half as many workers again as cores: two of five seconds a test waits, for a disk, a server or a
+# child. What a test's marker or part (tests/parts.py) leaves out runs elsewhere.
+WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not hostile and not real_weights'
 
 .PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy test-real-weights sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
