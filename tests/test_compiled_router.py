@@ -43,6 +43,7 @@ def choices(draw: st.DrawFn) -> tuple[ExpertChoice, int]:
         num_groups_kept=num_kept,
         num_group_best=draw(st.integers(1, 2)),
         scaling_factor=draw(st.sampled_from([1.0, 2.5])),
+        sum_epsilon=draw(st.sampled_from([0.0, 1e-20, 1e-6, 0.1])),
     )
     return choice, num_groups * per_group
 
@@ -96,6 +97,19 @@ def test_bfloat16_logits_and_weights_rounded_to_them(variants: list[FewRows]) ->
         assert torch.equal(experts, expected)
         assert torch.equal(own, own.bfloat16().float())
         torch.testing.assert_close(own, weights, rtol=STEP, atol=0)
+
+
+def test_sigmoids_of_bfloat16_logits_are_rounded_before_they_rank(variants: list[FewRows]) -> None:
+    """So a bias decides between logits whose scores are one number."""
+    logits = torch.tensor([[7.0, 7.03125, 7.0625, -3.0]]).bfloat16()
+    assert logits.unique().numel() == 4 and logits.sigmoid().unique().numel() == 2
+    bias = torch.tensor([0.2, 0.1, 0.0, 0.0])
+    choice = ExpertChoice(2, is_sigmoid=True, normalise=True, rounds_weights=True, sum_epsilon=1e-6)
+    expected, weights = REFERENCE.choose_experts(logits.clone(), bias, choice)
+    assert expected.tolist() == [[0, 1]]
+    for kernel in variants:
+        experts, own = kernel.choose_experts(logits, bias, choice)
+        assert torch.equal(experts, expected) and torch.equal(own, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -103,7 +103,7 @@ def main() -> None:
     combine |= {"hidden": "i32", "k": "i32"}
     choose = {"logits": "*fp32", "bias": "*fp32", "chosen": "*i64", "weights": "*fp32"}
     choose |= {"num_experts": "i32", "num_chosen": "i32", "num_groups": "i32"}
-    choose |= {"num_groups_kept": "i32", "scaling_factor": "fp32"}
+    choose |= {"num_groups_kept": "i32", "scaling_factor": "fp32", "sum_epsilon": "fp32"}
     sigmoid = {"IS_SIGMOID": True, "NORMALISE": True, "ROUNDS_WEIGHTS": False}
     sigmoid |= {"NUM_GROUP_BEST": 2, "BLOCK_G": 8, "BLOCK_S": 32}  # LLaDA2's 256 experts
     softmax = {"IS_SIGMOID": False, "NORMALISE": True, "ROUNDS_WEIGHTS": True, "bias": None}

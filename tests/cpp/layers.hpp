@@ -236,7 +236,8 @@ class OwnLayer {
         if (form_.has_sinks)
             e.logit_bias = form_.is_float32 ? static_cast<const void*>(bias_.data())
                                             : plain(s.num_experts);
-        e.choice = {s.num_experts, s.k, 1, 1, 1, form_.is_float32, 1, 0, 1.5f, form_.has_sinks};
+        e.choice = {s.num_experts, s.k, 1, 1, 1, form_.is_float32, 1, 0, 1.5f, 1e-20f,
+                    form_.has_sinks};
         e.run = kind_.experts, e.mlps = kind_.mlps, e.variant = kind_.variant, e.width = s.width;
         std::fill_n(e.types, 3, kind_.type);
         const long inward = s.width * kind_.row_bytes(s.hidden);

@@ -71,7 +71,8 @@ void choose(const Library& library, int best, const long (&sizes)[5], long num_r
     auto* call = library.function<ChooseExperts>("lowtide_choose_experts");
     const bool has_bias = has & 8, has_nan = has & 16;
     const Choice choice = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(has & 1),
-                           int(has >> 1 & 1), int(has >> 2 & 1), 2.5f, int(has >> 5 & 1)};
+                           int(has >> 1 & 1), int(has >> 2 & 1), 2.5f, 1e-6f,
+                           int(has >> 5 & 1)};
     const long num_logits = num_rows * choice.num_experts;
     Floats logits(num_logits);
     Numbers narrow;

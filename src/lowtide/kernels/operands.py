@@ -76,7 +76,7 @@ class ExpertChoice(NamedTuple):
     """Rule by which experts are chosen by their logits, and weighted."""
 
     num_chosen: int
-    is_sigmoid: bool  # scores by sigmoid, else by softmax
+    is_sigmoid: bool  # scores by sigmoid, rounded to the logits' dtype, else by softmax
     normalise: bool
     of_chosen: bool = False  # logits rank; weights are a softmax of the chosen alone, rounded
     rounds_weights: bool = False  # to the logits' dtype
@@ -84,6 +84,7 @@ class ExpertChoice(NamedTuple):
     num_groups_kept: int = 1
     num_group_best: int = 1  # experts, 1 or 2, whose sum is their group's rank
     scaling_factor: float = 1.0
+    sum_epsilon: float = 0.0  # added to the sum that normalised weights are divided by
 
 
 class SortedPairs(NamedTuple):

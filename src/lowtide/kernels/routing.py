@@ -28,10 +28,9 @@ def weights_of(
 
     scores: [tokens, experts].
     """
-    weights = scores.gather(1, experts)
+    weights = scores.gather(1, experts).float()
     if choice.normalise:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / (total + 1e-20 if choice.is_sigmoid else total)
+        weights = weights / (weights.sum(-1, keepdim=True) + choice.sum_epsilon)
     if choice.rounds_weights:
         weights = weights.to(logits_dtype).float()
     return weights * choice.scaling_factor

@@ -56,6 +56,7 @@ def choose_experts(
         choice.num_groups,
         choice.num_groups_kept,
         choice.scaling_factor,
+        choice.sum_epsilon,
         IS_SIGMOID=choice.is_sigmoid,
         OF_CHOSEN=choice.of_chosen,
         NORMALISE=choice.normalise,
@@ -123,6 +124,7 @@ def _choose_experts(
     num_groups,
     num_groups_kept,
     scaling_factor,
+    sum_epsilon,
     IS_SIGMOID: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -141,6 +143,8 @@ def _choose_experts(
     logit = tl.load(logits + token * num_experts + experts, mask=is_expert, other=-float("inf"))
     # Of logits that differ by little the softmax may be the same.
     score = logit.to(tl.float32) if OF_CHOSEN else _scores(logit.to(tl.float32), IS_SIGMOID)
+    if IS_SIGMOID:
+        score = score.to(logit.dtype).to(tl.float32)
     rank = score
     if bias is not None:
         rank += tl.load(bias + experts, mask=is_expert, other=0.0)
@@ -152,7 +156,7 @@ def _choose_experts(
     is_chosen = _best(rank, is_expert, num_chosen, BLOCK_G * BLOCK_S)
     if OF_CHOSEN:
         score = _scores(tl.where(is_chosen, score, -float("inf")), IS_SIGMOID)
-    weight = _weights(score, logit, is_chosen, NORMALISE, ROUNDS_WEIGHTS)
+    weight = _weights(score, logit, is_chosen, sum_epsilon, NORMALISE, ROUNDS_WEIGHTS)
     place = token * num_chosen + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(chosen + place, experts.to(tl.int64), mask=is_chosen)
     tl.store(weights + place, weight * scaling_factor, mask=is_chosen)
@@ -167,10 +171,12 @@ def _scores(logit, IS_SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _weights(score, logit, is_chosen, NORMALISE: tl.constexpr, ROUNDS_WEIGHTS: tl.constexpr):
+def _weights(
+    score, logit, is_chosen, sum_epsilon, NORMALISE: tl.constexpr, ROUNDS_WEIGHTS: tl.constexpr
+):
     weight = score
     if NORMALISE:
-        weight = tl.div_rn(score, tl.sum(tl.where(is_chosen, score, 0.0), 0) + 1e-20)
+        weight = tl.div_rn(score, tl.sum(tl.where(is_chosen, score, 0.0), 0) + sum_epsilon)
     if ROUNDS_WEIGHTS:
         weight = weight.to(logit.dtype).to(tl.float32)
     return weight

@@ -87,7 +87,8 @@ class Router:
 class SigmoidRouter(Router):
     """Sigmoid scores with a selection-only bias (LLaDA2, Ling 2.0; DeepSeek-V3's `noaux_tc`).
 
-    scores = sigmoid(x W^T), weight and product in float32. Experts are chosen by score + bias,
+    scores = sigmoid(x W^T) in the precision of `weight`, float32 or, in LFM2, the compute dtype, to
+    which weights of experts are rounded, too. Experts are chosen by score + bias,
     restricted either to the best groups (a group ranks by the sum of its two best) or, with
     `capacity`, to the experts that rank best in the token's routing window (LLaDA2.2: the maximum
     over the window's tokens).
@@ -103,9 +104,17 @@ class SigmoidRouter(Router):
     window_tokens: int
     normalise: bool
     scaling_factor: float
+    sum_epsilon: float = 1e-20  # added to the sum of the chosen experts' scores
 
     @classmethod
-    def of(cls, compute: Compute, spec: ExpertSpec, weight: Tensor, bias: Tensor | None) -> Self:
+    def of(
+        cls,
+        compute: Compute,
+        spec: ExpertSpec,
+        weight: Tensor,
+        bias: Tensor | None,
+        sum_epsilon: float = 1e-20,
+    ) -> Self:
         return cls(
             compute,
             weight,
@@ -117,6 +126,7 @@ class SigmoidRouter(Router):
             window_tokens=spec.window_tokens,
             normalise=spec.norm_topk_prob,
             scaling_factor=spec.scaling_factor,
+            sum_epsilon=sum_epsilon,
         )
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
@@ -154,10 +164,12 @@ class SigmoidRouter(Router):
             self.num_experts_per_token,
             is_sigmoid=True,
             normalise=self.normalise,
+            rounds_weights=True,
             num_groups=self.num_groups,
             num_groups_kept=self.num_groups_per_token,
             num_group_best=2,
             scaling_factor=self.scaling_factor,
+            sum_epsilon=self.sum_epsilon,
         )
 
     def _limit_to_windows(self, rank: Tensor, segments: Sequence[Segment]) -> Tensor:

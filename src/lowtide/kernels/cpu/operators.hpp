@@ -11,7 +11,7 @@ namespace lowtide {
 struct Choice {
     long num_experts, num_chosen, num_groups, num_groups_kept, num_group_best;
     int is_sigmoid, normalise, rounds_weights;
-    float scaling_factor;
+    float scaling_factor, sum_epsilon;
     int of_chosen;  // whether logits rank, and weights are a softmax of the chosen ones alone
 };
 

@@ -60,7 +60,7 @@ constexpr Field FIELDS[] = {
     FIELD(Choice, num_experts), FIELD(Choice, num_chosen), FIELD(Choice, num_groups),
     FIELD(Choice, num_groups_kept), FIELD(Choice, num_group_best), FIELD(Choice, is_sigmoid),
     FIELD(Choice, normalise), FIELD(Choice, rounds_weights), FIELD(Choice, scaling_factor),
-    FIELD(Choice, of_chosen),
+    FIELD(Choice, sum_epsilon), FIELD(Choice, of_chosen),
     FIELD(ExpertPlaces, gate), FIELD(ExpertPlaces, up), FIELD(ExpertPlaces, down),
     FIELD(ExpertPlaces, slot_bytes), FIELD(ExpertPlaces, gate_bias), FIELD(ExpertPlaces, up_bias),
     FIELD(ExpertPlaces, down_bias),

@@ -32,9 +32,18 @@ INLINED float wide(float value) { return value; }
 template <>
 INLINED float wide(bf16 value) { return widen(value); }
 
+// A score as precise as logits are.
+template <class Number>
+float as_precise(float score);
+template <>
+INLINED float as_precise<float>(float score) { return score; }
+template <>
+INLINED float as_precise<bf16>(float score) { return rounded(score); }
+
 template <class Number>
 INLINED void to_sigmoids(const Number* logits, float* scores, long length) {
-    for (long i = 0; i < length; ++i) scores[i] = 1.0f / (1.0f + exponential(-wide(logits[i])));
+    for (long i = 0; i < length; ++i)
+        scores[i] = as_precise<Number>(1.0f / (1.0f + exponential(-wide(logits[i]))));
 }
 
 template <class Number>
@@ -104,7 +113,7 @@ void weigh(const Choice& choice, bool is_float32, const float* scores, const std
     if (choice.of_chosen) return weigh_chosen(choice, is_float32, scores, experts, weights);
     float total = 0;
     for (long i = 0; i < choice.num_chosen; ++i) total += weights[i] = scores[experts[i]];
-    const float divisor = choice.is_sigmoid ? total + 1e-20f : total;
+    const float divisor = total + choice.sum_epsilon;
     for (long i = 0; i < choice.num_chosen; ++i) {
         if (choice.normalise) weights[i] /= divisor;
         if (choice.rounds_weights && !is_float32) weights[i] = rounded(weights[i]);
