@@ -73,8 +73,9 @@ def in_layout(
     for name, tensor in weights.items():
         # A file in another tool's layout calls Mixtral's layer as all others.
         name = name.replace("block_sparse_moe", "mlp")
-        for ours, theirs in _MIXTRAL.items():
-            name = name.replace(f".{theirs}.", f".{ours}.")
+        if ".experts." in name:
+            for ours, theirs in _MIXTRAL.items():
+                name = name.replace(f".{theirs}.", f".{ours}.")
         prefix, is_expert, rest = name.partition(".experts.")
         if not is_expert or layout == "per expert":
             result[name] = tensor

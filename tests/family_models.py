@@ -31,6 +31,10 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -328,6 +332,45 @@ def _minimax_m2(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _lfm2(rng: random.Random) -> dict[str, Any]:
+    """Each kind of layer at least twice, in one of two orders."""
+    kinds = ["conv", "full_attention"] * 2
+    return {
+        **_lfm2_mixers(rng, rng.choice([kinds, [kinds[1], *kinds, kinds[0]]])),
+        "block_auto_adjust_ff_dim": rng.random() < 0.5,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": rng.choice([1.0, 1.5]),
+    }
+
+
+def _lfm2_moe(rng: random.Random) -> dict[str, Any]:
+    """Each kind of layer twice, in one of two orders, or some of them."""
+    kinds = ["conv", "full_attention"] * 2
+    num_dense, kinds = rng.choice(
+        [(4, kinds * 2), (4, [*kinds, *reversed(kinds)]), (2, kinds), (0, kinds[:3])]
+    )
+    return {
+        **_lfm2_mixers(rng, kinds),
+        "num_dense_layers": num_dense,
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "num_experts": rng.choice([4, 9, 16]),
+        "norm_topk_prob": rng.random() < 0.8,
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+        "use_expert_bias": rng.random() < 0.8,
+    }
+
+
+def _lfm2_mixers(rng: random.Random, kinds: list[str]) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "conv_L_cache": rng.choice([3, 3, 2, 5]),
+        "conv_bias": rng.random() < 0.3,
+        "norm_eps": rng.choice([1e-5, 1e-6]),
+        "rms_norm_eps": None,
+    }
+
+
 def _gpt_oss(rng: random.Random) -> dict[str, Any]:
     num_layers = rng.choice([2, 3])
     kinds = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(num_layers)]
@@ -442,9 +485,14 @@ def _ling_config(rng: random.Random, dtype: torch.dtype) -> dict[str, Any]:
 
 def randomise(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        routers = [each for each in model.named_buffers() if "correction_bias" in each[0]]
-        for name, parameter in [*model.named_parameters(), *routers]:
+        for name, parameter in [*model.named_parameters(), *router_biases(model)]:
             parameter.copy_(random_weight(name, tuple(parameter.shape)))
+
+
+def router_biases(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Of choices alone; transformers has them as buffers."""
+    endings = ("correction_bias", "expert_bias")
+    return [each for each in model.named_buffers() if each[0].endswith(endings)]
 
 
 def random_weight(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -479,6 +527,11 @@ def _flatten_config(folder: Path) -> None:
     elif factor != 0.5:  # GLM's where its config names none
         config["partial_rotary_factor"] = factor
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    if config["model_type"].startswith("lfm2"):
+        config["tie_embedding"] = config.pop("tie_word_embeddings")
+    if config["model_type"] == "lfm2":
+        kinds = enumerate(config.pop("layer_types"))
+        config["full_attn_idxs"] = [layer for layer, kind in kinds if kind != "conv"]
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config))
 
@@ -685,6 +738,8 @@ FAMILIES: Mapping[str, Row] = {
     "deepseek_v3": _usual(DeepseekV3Config, DeepseekV3ForCausalLM, _deepseek_v3),
     "glm4_moe_lite": _usual(Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _glm4_moe_lite),
     "minimax_m2": _usual(MiniMaxM2Config, MiniMaxM2ForCausalLM, _minimax_m2),
+    "lfm2": _dense(Lfm2Config, Lfm2ForCausalLM, _lfm2),
+    "lfm2_moe": _usual(Lfm2MoeConfig, Lfm2MoeForCausalLM, _lfm2_moe),
     "gpt_oss": Transformers(
         GptOssConfig,
         GptOssForCausalLM,
@@ -705,7 +760,7 @@ FAMILIES: Mapping[str, Row] = {
 
 NAMES = tuple(FAMILIES)
 MASKED = ("llada", "llada_moe", "dream")
-DENSE = ("llama", "qwen2", "qwen3", "llada", "dream")
+DENSE = ("llama", "qwen2", "qwen3", "lfm2", "llada", "dream")
 """Families without experts."""
 
 CAUSAL = tuple(name for name in NAMES if name not in MASKED)

@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from family_models import DENSE
+from family_models import DENSE, router_biases
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from numpy.typing import NDArray
@@ -138,8 +138,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers + getattr(config, "num_predicting", 0))
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_head_count_kv(_key_heads(family, config))
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("rope_type") == "yarn":
@@ -258,6 +258,27 @@ def _of_minimax(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(int(rotary))
 
 
+def _key_heads(family: str, config: Any) -> int | list[int]:
+    """Return the number of key heads, by layer where some have no attention."""
+    count: int = config.num_key_value_heads
+    if not family.startswith("lfm2"):
+        return count
+    return [count if kind == "full_attention" else 0 for kind in config.layer_types]
+
+
+def _of_lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
+def _of_lfm2_moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    _of_lfm2(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 def _of_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_count(config.num_local_experts)
     writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -287,6 +308,8 @@ _OF_FAMILY: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "deepseek_v3": _of_deepseek_v3,
     "glm4_moe_lite": _of_deepseek_v3,
     "minimax_m2": _of_minimax,
+    "lfm2": _of_lfm2,
+    "lfm2_moe": _of_lfm2_moe,
     "gpt_oss": _of_gpt_oss,
     "bailing_moe_v2": _of_ling,
 }
@@ -304,6 +327,8 @@ ARCHITECTURES = {
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 
@@ -318,8 +343,7 @@ def tensors_of(
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     """Yield views of a model's parameters in the file's order, with their names and shapes."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], model.config.num_hidden_layers)
-    routers = [each for each in model.named_buffers() if "correction_bias" in each[0]]
-    for name, parameter in [*model.named_parameters(), *routers]:
+    for name, parameter in [*model.named_parameters(), *router_biases(model)]:
         for own_name, view in _views(family, name, parameter.data, model.config):
             stored = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
             assert stored is not None, own_name
@@ -340,6 +364,10 @@ def _views(family: str, name: str, weights: Tensor, config: Any) -> Iterator[tup
         fixed_dim = config.qk_nope_head_dim
         yield name.replace("kv_b", "k_b"), heads[:, :fixed_dim].transpose(1, 2)
         yield name.replace("kv_b", "v_b"), heads[:, fixed_dim:]
+    elif name.endswith("conv.conv.weight"):
+        yield name, weights.squeeze(1)
+    elif name.endswith("expert_bias"):
+        yield f"{name}.bias", weights
     elif name.endswith("correction_bias"):
         yield name.replace("correction_bias", "correction.bias"), weights
     elif name.endswith("sinks"):

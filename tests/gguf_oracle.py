@@ -45,6 +45,16 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"moe_intermediate_size": WIDTH, "rope_interleave": True},
     "glm4_moe_lite": {"moe_intermediate_size": WIDTH, "rope_interleave": True},
     "minimax_m2": {"num_local_experts": 6},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {
+        "moe_intermediate_size": WIDTH,
+        "num_experts": 6,
+        "tie_word_embeddings": True,
+        # What llama.cpp takes for granted.
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
+    },
     "gpt_oss": {"num_local_experts": 6, "layer_types": None},
 }
 

@@ -215,6 +215,8 @@ PUBLISHED = {
     "deepseek_v3": (5_317, 15.960, 31_104),
     "glm4_moe_lite": (9_491, 29.943, 54_144),
     "minimax_m2": (48_239, 228.690, 253_952),
+    "lfm2": (148, 1.170, 12_288),
+    "lfm2_moe": (2_302, 8.340, 12_288),
     "gpt_oss": (459, 20.915, 49_152),
 }
 """Tensors, parameters in units of 10**9, bytes of KV cache per token in bfloat16."""
@@ -421,6 +423,7 @@ def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path)
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("lfm2_moe", {"layer_types": ["sliding_attention"] * 24}, "only conv and full_attention"),
     ],
 )
 def test_unsupported_features_are_named(family: str, changes: dict[str, Any], message: str) -> None:
@@ -450,6 +453,11 @@ def test_unsupported_features_are_named(family: str, changes: dict[str, Any], me
             {"topk_method": "group_limited_greedy", "n_group": 7},
             "64 experts do not divide into 7 groups",
         ),
+        ("lfm2_moe", {"layer_types": None}, "no layer_types or full_attn_idxs"),
+        ("lfm2_moe", {"layer_types": ["conv"] * 23}, "must be a list of 24 kinds of layers"),
+        ("lfm2_moe", {"num_dense_layers": 24}, "24 dense layers of 24 leave no layer with exp"),
+        ("lfm2", {"full_attn_idxs": [2, 16]}, "must be a list of layers from 0 to 15"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache 1 must be an integer from 2 to 64"),
     ],
 )
 def test_what_cannot_be_right_is_refused(

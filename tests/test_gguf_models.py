@@ -58,6 +58,8 @@ SEEDS = {
     "deepseek_v3": (6, 2),  # YaRN; groups of experts, keys and values in two matrices
     "glm4_moe_lite": (6, 4),  # YaRN; keys and values in two matrices
     "minimax_m2": (0, 2),  # half of a head rotates
+    "lfm2": (0, 1),
+    "lfm2_moe": (0, 1),
     "gpt_oss": (0, 1),  # YaRN
 }
 
@@ -79,7 +81,7 @@ def choosing(types: tuple[Type, ...]) -> Choose:
     kinds = iter(types * 99)
 
     def choose(name: str, shape: tuple[int, ...]) -> Type:
-        if "norm" in name or "gate_inp" in name or "exp_probs" in name:
+        if any(part in name for part in ("norm", "gate_inp", "exp_probs", "shortconv.conv")):
             return Type.F32
         kind = next(kinds)
         fits = [k for k in (kind, Type.Q8_0, Type.F16) if shape[-1] % GGML_QUANT_SIZES[k][0] == 0]

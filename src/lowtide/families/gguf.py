@@ -122,19 +122,21 @@ class GgufKeys:
             raise ConfigError(f"the metadata has no {self._prefix}{key}.")
         return value
 
-    def even(self, key: str) -> Value | None:
+    def even(self, key: str, may_lack: bool = False) -> Value | None:
         """Return a value that some files have as an array, with one number for each layer.
 
-        Raises UnsupportedError if these numbers differ.
+        may_lack: some layers may have 0 instead. Raises UnsupportedError if these numbers differ.
         """
-        return None if self.get(key) is None else self.need_even(key)
+        return None if self.get(key) is None else self.need_even(key, may_lack)
 
-    def need_even(self, key: str) -> Value:
+    def need_even(self, key: str, may_lack: bool = False) -> Value:
         """Return a required value as `even` does; raises ConfigError too if it is missing."""
         value = self.need(key)
         if not isinstance(value, GgufArray):
             return value
         numbers = set(self.of_layers(key))
+        if may_lack and len(numbers) > 1:
+            numbers.discard(0)
         if len(numbers) != 1:
             raise UnsupportedError(
                 f"{self._prefix}{key} differs between layers, which this family's do not: "
@@ -237,31 +239,34 @@ def usual_config(
     architecture: str,
     width: str = "moe_intermediate_size",
     can_group: bool = False,
+    attends_everywhere: bool = True,
 ) -> Config:
     """Convert the metadata that decoders with experts share.
 
     architecture: its name in `config.json`.
     width: the key of an expert's width in `config.json`.
     can_group: tokens may first choose among groups of experts.
+    attends_everywhere: all layers have attention.
     """
     if not can_group:
         keys.only("expert_group_count", 0, 1)
     return {
-        **_decoder_config(keys, architecture),
+        **_decoder_config(keys, architecture, attends_everywhere),
         "num_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
         width: _expert_width(keys),
     }
 
 
-def dense_config(keys: GgufKeys, architecture: str) -> Config:
-    """Convert the metadata of a decoder without experts; architecture: as for `usual_config`."""
+def dense_config(keys: GgufKeys, architecture: str, attends_everywhere: bool = True) -> Config:
+    """Convert the metadata of a decoder without experts; others: as for `usual_config`."""
     keys.only("expert_count", 0)
     width = keys.need_even("feed_forward_length")
-    return {**_decoder_config(keys, architecture), "intermediate_size": width}
+    config = _decoder_config(keys, architecture, attends_everywhere)
+    return {**config, "intermediate_size": width}
 
 
-def _decoder_config(keys: GgufKeys, architecture: str) -> Config:
+def _decoder_config(keys: GgufKeys, architecture: str, attends_everywhere: bool) -> Config:
     keys.only("attention.causal", True)
     vocab_size = keys.shapes.get("token_embd.weight", (0,))[0]
     config: Config = {
@@ -269,8 +274,8 @@ def _decoder_config(keys: GgufKeys, architecture: str) -> Config:
         "vocab_size": vocab_size or keys.need("vocab_size"),
         "hidden_size": keys.need("embedding_length"),
         "num_hidden_layers": keys.need("block_count"),
-        "num_attention_heads": keys.need_even("attention.head_count"),
-        "num_key_value_heads": keys.even("attention.head_count_kv"),
+        "num_attention_heads": keys.need_even("attention.head_count", not attends_everywhere),
+        "num_key_value_heads": keys.even("attention.head_count_kv", not attends_everywhere),
         "head_dim": keys.get("attention.key_length"),
         "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.need("context_length"),
@@ -289,7 +294,7 @@ def _expert_width(keys: GgufKeys) -> Value:
     stacked = {n: s for n, s in keys.shapes.items() if len(s) == 3}
     stored = [s[1] for n, s in stacked.items() if "ffn_gate_exps.weight" in n]
     stored += [s[1] // 2 for n, s in stacked.items() if "ffn_gate_up_exps.weight" in n]
-    width = keys.even("expert_feed_forward_length")
+    width = keys.even("expert_feed_forward_length", may_lack=True)
     return width or (stored[0] if stored else keys.need("feed_forward_length"))
 
 

@@ -33,6 +33,7 @@ _MISTRAL = ("mistralai/Mixtral-8x7B-Instruct-v0.1",)
 _DEEPSEEK = ("deepseek-ai/DeepSeek-V2-Lite-Chat",)
 _GLM = ("zai-org/GLM-4.7-Flash",)
 _LING = ("inclusionAI/Ling-mini-2.0",)
+_LFM = ("LiquidAI/LFM2-8B-A1B",)
 _MOONLIGHT = ("moonshotai/Moonlight-16B-A3B-Instruct",)
 _DIFFUSION = ("inclusionAI/LLaDA2.0-mini", "GSAI-ML/LLaDA-8B-Instruct")
 _OLMOE = ("allenai/OLMoE-1B-7B-0924-Instruct",)
@@ -125,7 +126,9 @@ _SERIES: Mapping[str, _Series] = {
     "kimik25": _Series("Kimi-K2.5", EXPERTS, _MOONLIGHT + _QWEN),
     "kimilinear": _Series("Kimi-Linear", HYBRID, _MOONLIGHT + _QWEN),
     "kimivl": _Series("Kimi-VL", IMAGES, _MOONLIGHT + _QWEN),
-    "lfm": _Series("LFM (Liquid)", HYBRID),
+    "lfm": _Series("LFM (Liquid)", HYBRID, _LFM),
+    "lfm2audio": _Series("LFM2-Audio", IMAGES, _LFM),
+    "lfm2vl": _Series("LFM2-VL", IMAGES, _LFM),
     "llama4": _Series("Llama 4", EXPERTS),
     "llamaembed": _Series("an embedding model built like Llama", ENCODER),
     "llava": _Series("LLaVA", IMAGES),

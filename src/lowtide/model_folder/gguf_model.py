@@ -260,9 +260,11 @@ def _entry(name: str, parts: Sequence[StoredPart]) -> TensorEntry:
             f"{num_elements} of the {math.prod(shape)} weights of {shown(name)} are in the file."
         )
     first = parts[0]
+    place = (first.file, first.offset, first.num_bytes, first.dtype)
+    if len(parts) == 1 and first.view.order == tuple(range(len(shape))):  # another shape alone
+        return TensorEntry(*place, shape)
     rows = math.prod(shape[:-1])
     tensor_shape = (rows,) if shape[-1] == 1 else (rows, shape[-1])
-    place = (first.file, first.offset, first.num_bytes, first.dtype)
     return TensorEntry(*place, tensor_shape, tuple(parts))
 
 

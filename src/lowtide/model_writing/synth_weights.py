@@ -66,6 +66,8 @@ CHARACTER = Character()
 _FP4_STD = math.sqrt(8.5625)  # the mean square of 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 _FP8_STD = 32.0  # the largest FP8 number is 14 times that
 
+_QK_NORMS = ("query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm", "q_norm", "k_norm")
+
 Shape = tuple[int, ...]
 
 Fill = Callable[["Source", Shape], Iterator[Bits | NDArray[np.uint8]]]
@@ -111,7 +113,8 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
     """Return a tensor's fill.
 
     The output head's rows of special tokens are zero: a text never ends by chance, and the mask is
-    never the likeliest token.
+    never the likeliest token. An embedding that is the head is filled as one: norms
+    forgive its size.
     """
     name = spec.name.removesuffix(".weight")
     part = name.rpartition(".")[2]
@@ -121,10 +124,11 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
         return partial(Source.constant, value=1.0)
     if spec.dtype == mxfp4.TENSOR_DTYPE:
         return _packed_fill(part, config)
-    if name == names.embedding:
+    is_tied = config.tie_word_embeddings
+    if name == names.embedding and not is_tied:
         return partial(Source.normal, std=1.0)
-    num_rows, width = spec.shape
-    if name == names.head:
+    num_rows, *_, width = spec.shape
+    if name == (names.embedding if is_tied else names.head):
         std = CHARACTER.logit_std * math.sqrt(2 * math.log(num_rows))
         std /= math.sqrt(width)
         return partial(Source.normal, std=std, zero_from_row=size.eos_token_id)
@@ -141,9 +145,9 @@ def _std(spec: TensorSpec, config: ModelConfig, names: Names) -> float:
 
     It is one over the root of the input width, so that sizes stay near one from layer to layer.
     """
-    name, width = spec.name.removesuffix(".weight"), spec.shape[1]
+    name, width = spec.name.removesuffix(".weight"), spec.shape[-1]
     part = name.rpartition(".")[2]
-    if part in ("dense", "o_proj", "down_proj", "w2") or name.endswith(
+    if part in ("dense", "o_proj", "out_proj", "down_proj", "w2") or name.endswith(
         (f".{names.output}", f".{names.mlp[2]}")
     ):
         # Two additions to the residual stream per layer, independent: their variances add up.
@@ -173,7 +177,7 @@ def _rounded(spec: TensorSpec, std: float) -> Iterator[SynthTensor]:
 
 def _named_fill(part: str) -> Fill | None:
     """Return the fill of a tensor that is determined by its name alone, or None."""
-    if part in ("query_layernorm", "key_layernorm", "q_norm", "k_norm"):
+    if part in _QK_NORMS:
         return partial(Source.constant, value=CHARACTER.qk_gain)
     if part in ("expert_bias", "e_score_correction_bias"):
         return Source.router_bias

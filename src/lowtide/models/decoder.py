@@ -176,7 +176,8 @@ class Decoder:
         prefix = self.names.layer(layer)
         norms = None
         if self.config.mixer(AttentionSpec, layer).has_qk_norm:
-            norms = HeadNorms(*(self.tensor(f"{prefix}self_attn.{x}_norm.weight") for x in "qk"))
+            both = (self.tensor(f"{prefix}{name}.weight") for name in self.names.qk_norms)
+            norms = HeadNorms(*both)
         return GroupedAttention(
             layer,
             self.config,

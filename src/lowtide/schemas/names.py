@@ -23,6 +23,8 @@ class Names(NamedTuple):
     query: str = "self_attn.q_proj"
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
     output: str = "self_attn.o_proj"  # of attention
     mlp: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
@@ -33,6 +35,10 @@ class Names(NamedTuple):
     @property
     def qkv(self) -> tuple[str, str, str]:
         return self.query, self.key, self.value
+
+    @property
+    def qk_norms(self) -> tuple[str, str]:
+        return self.query_norm, self.key_norm
 
 
 USUAL = Names()

@@ -106,11 +106,12 @@ def separate_qkv(config: ModelConfig, prefix: str, names: Names = USUAL) -> list
     return specs
 
 
-def normed_qkv(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+def normed_qkv(config: ModelConfig, prefix: str, names: Names = USUAL) -> list[TensorSpec]:
     """List the tensors of `separate_qkv` and, if the model has them, query and key norms."""
-    which, head_dim = "qk" if config.attention.has_qk_norm else "", config.attention.head_dim
-    norms = [vector(f"{prefix}self_attn.{x}_norm.weight", head_dim) for x in which]
-    return [*separate_qkv(config, prefix), *norms]
+    spec = config.attention
+    norms = names.qk_norms if spec.has_qk_norm else ()
+    vectors = [vector(f"{prefix}{name}.weight", spec.head_dim) for name in norms]
+    return [*separate_qkv(config, prefix, names), *vectors]
 
 
 def router(config: ModelConfig, prefix: str) -> list[TensorSpec]:
