@@ -17,7 +17,7 @@ from lowtide.files.json_file import shown
 
 DENSE = (
     "a dense autoregressive model whose layers lowtide does not compute; of dense ones it runs "
-    "Llama's, Qwen2's and Qwen3's"
+    "Llama's, Qwen2's, Qwen3's and LFM2's"
 )
 HYBRID = "a model with layers of linear attention or state spaces, which lowtide does not compute"
 EXPERTS = "a mixture of experts whose layers lowtide does not compute yet"

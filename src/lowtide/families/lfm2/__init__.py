@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lowtide.config import (
+    AttentionSpec,
     DenseSpec,
     ExpertSpec,
     LayerSpec,
@@ -43,7 +44,7 @@ def read_layers(
     fields: Fields, origin: Origin, mlps: Sequence[DenseSpec | ExpertSpec]
 ) -> ModelConfig:
     """Read a model with these MLPs, layer by layer."""
-    mixers = {
+    mixers: dict[str, ShortConvSpec | AttentionSpec] = {
         CONV: ShortConvSpec(
             width=keys.width(fields, "hidden_size"),
             kernel=fields.integer("conv_L_cache", low=2, high=_MAX_KERNEL, default=3),
