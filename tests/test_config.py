@@ -326,6 +326,8 @@ def test_every_architecture_has_a_family() -> None:
         "LLaDAMoEModel",
         "LLaDAMoEModelLM",
         "LLaDAModelLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
         "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MixtralForCausalLM",
