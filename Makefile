@@ -25,7 +25,7 @@ OUT ?= docs/results
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not hostile and not real_weights'
 
-.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy test-real-weights sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy test-real-weights sanitize clients check wheel test-wheel man peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	printf 'Solve sudoku:\n45. .12\n..2 5.6\n3.5 .6.\n621 435\n.1. 65.\n.64 ..3\n' \
@@ -93,10 +93,21 @@ check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/zizmor --offline --quiet .github/workflows
 
-# A wheel with the compiled kernels inside, and the sources, in dist/.
+# What is published, in dist/: the sources, a wheel for machines like this one, and in dist/elsewhere
+# those for others. zig compiles the kernels, so that older systems run them.
 wheel: $(VENV)/.lowtide-dev
-	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tools/wheels.py
+
+# The wheels of dist/ where there is no compiler, and on older processors and ARM by QEMU.
+test-wheel: $(VENV)/.lowtide-dev
+	$(BIN)/python tools/test_wheels.py
+
+# The manual page and the shells' completions, in share/.
+man: $(VENV)/.lowtide-dev
+	$(BIN)/python tools/man_page.py
 
 # llama.cpp, built for this processor, and accelerate, which `make bench` then compares with: in an
 # environment of their own, which sees the packages of $(VENV).

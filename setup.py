@@ -1,10 +1,20 @@
-"""Wheels with the compiled kernels inside; without a compiler, wheels that compile at first use.
+"""Wheels: for a named platform, for this machine, or for any.
 
-All else is in pyproject.toml.
+`--plat-name` says which, an option of setuptools' own (`python -m build -C--build-option=...`):
+
+    manylinux_2_28_x86_64   compiled by zig for that processor and that glibc, on any machine
+    any                     without kernels; they are compiled at first use
+    linux_x86_64, or none    by this system's compiler, if there is one, for this system
+
+All else is in pyproject.toml; `make wheel` (tools/wheels.py) makes what is published.
 """
 
+import platform
+import re
+import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -15,15 +25,43 @@ sys.path.insert(0, str(SOURCE))
 
 from lowtide.errors import UnsupportedError  # noqa: E402
 from lowtide.kernels.cpu.compiler import find_compiler  # noqa: E402
-from lowtide.kernels.cpu.library import build_kernels  # noqa: E402
+from lowtide.kernels.cpu.library import build_kernels, built_folder  # noqa: E402
+
+_MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_(\w+)")
 
 
-def _can_compile() -> bool:
+class Toolchain(NamedTuple):
+    """Command that compiles, and the machine that runs what it compiled."""
+
+    command: list[str]
+    machine: str
+
+
+def _toolchain(platform_name: str) -> Toolchain | None:
+    """Return what compiles for a platform; None: the wheel has no kernels."""
+    if platform_name == "any":
+        return None
+    if found := _MANYLINUX.fullmatch(platform_name):
+        major, minor, machine = found.groups()
+        target = f"{machine}-linux-gnu.{major}.{minor}"
+        return Toolchain([sys.executable, "-m", "ziglang", "c++", "-target", target, "-s"], machine)
+    if platform_name not in ("", f"linux_{platform.machine()}"):
+        raise UnsupportedError(f"No kernels can be compiled for {platform_name}.")
     try:
-        find_compiler()
+        return Toolchain([find_compiler()], platform.machine())
     except UnsupportedError:
-        return False
-    return True
+        return None
+
+
+class KernelsDistribution(Distribution):
+    """Of one platform if there are compiled kernels inside."""
+
+    def toolchain(self) -> Toolchain | None:
+        _, name = self.get_option_dict("bdist_wheel").get("plat_name", ("", ""))
+        return _toolchain(name)
+
+    def has_ext_modules(self) -> bool:
+        return self.toolchain() is not None
 
 
 class BuildWithKernels(build_py):
@@ -31,15 +69,12 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode and _can_compile():
-            build_kernels(Path(self.build_lib) / "lowtide")
-
-
-class PlatformDistribution(Distribution):
-    """Of this platform where there are compiled kernels inside."""
-
-    def has_ext_modules(self) -> bool:
-        return _can_compile()
+        package = Path(self.build_lib) / "lowtide"
+        # An earlier build of another platform may have left its own.
+        shutil.rmtree(built_folder(package), ignore_errors=True)
+        toolchain = self.distribution.toolchain()
+        if toolchain is not None and not self.editable_mode:
+            build_kernels(package, *toolchain)
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -50,6 +85,6 @@ class AnyPythonWheel(bdist_wheel):
 
 
 setup(
-    distclass=PlatformDistribution,
+    distclass=KernelsDistribution,
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": AnyPythonWheel},
 )

@@ -72,11 +72,11 @@ def _older_processor(variant: str) -> Callable[[], list[str]]:
     """One whose best compiled kernels are those of `variant`, if not of less."""
 
     def make() -> list[str]:
-        from lowtide.kernels.cpu import few_rows
+        from lowtide.kernels.cpu import variants
 
-        own = few_rows.num_variants
-        limit = few_rows.VARIANTS.index(variant) + 1
-        few_rows.num_variants = lambda library: min(own(library), limit)
+        own = variants.num_variants
+        limit = variants.VARIANTS.index(variant) + 1
+        variants.num_variants = lambda library: min(own(library), limit)
         return []
 
     return make

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,37 @@ def test_it_compiles_without_what_older_compilers_lack(source: Path) -> None:
     else:
         macros = ["-U__GNUC__", f"-D__GNUC__={OLDER}"]
     check([compiler, *macros, *FLAGS, "-fsyntax-only", str(source)])
+
+
+ANSWERS = ("best_variant", "best_int8", "best_own", "has_avx_vnni")
+FLAGS_OF_VARIANTS = (
+    {"avx2", "fma", "f16c"},
+    {"avx512f", "avx512bw"},
+    {"avx512_bf16"},
+    {"amx_tile", "amx_bf16"},
+)
+"""What Linux calls what each variant needs, from AVX2 on."""
+
+
+def answers(command: Sequence[str], path: Path, **environment: str) -> list[int]:
+    source = KERNELS_FOLDER / "dense" / "processor.cpp"
+    check([*command, *FLAGS, "-shared", str(source), "-o", str(path)], **environment)
+    library = ctypes.CDLL(str(path))
+    return [library[f"lowtide_{name}"]() for name in ANSWERS]
+
+
+def test_the_processor_itself_is_asked_whoever_compiled(zig_cache: str, tmp_path: Path) -> None:
+    """A compiler's own table of it is empty in what another toolchain has linked."""
+    machine = platform.machine()
+    zig = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.2.28"]
+    caches = {"ZIG_LOCAL_CACHE_DIR": zig_cache, "ZIG_GLOBAL_CACHE_DIR": zig_cache}
+    found = answers(zig, tmp_path / "zig.so", **caches)
+    if machine == "x86_64":
+        facts = Path("/proc/cpuinfo").read_text()
+        flags = set(next(line for line in facts.splitlines() if line.startswith("flags")).split())
+        needed = itertools.accumulate(FLAGS_OF_VARIANTS, set.union)
+        assert found[0] == sum(each <= flags for each in needed)
+    else:
+        assert found == [0, 0, 0, 0]
+    with suppress(UnsupportedError):
+        assert answers([find_compiler()], tmp_path / "system.so") == found

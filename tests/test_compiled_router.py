@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.kernels.cpu.few_rows import FewRows, num_variants
+from lowtide.kernels.cpu.few_rows import FewRows
 from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.variants import num_variants
 from lowtide.kernels.operands import ExpertChoice
 from lowtide.kernels.reference import REFERENCE
 

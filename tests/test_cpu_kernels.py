@@ -39,10 +39,11 @@ from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu import building, library
 from lowtide.kernels.cpu.compiler import _telling_line
-from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
+from lowtide.kernels.cpu.few_rows import FewRows
 from lowtide.kernels.cpu.library import load_kernels, load_library
 from lowtide.kernels.cpu.packed import PackedOperators
 from lowtide.kernels.cpu.sources import CORE, PACKING, Part
+from lowtide.kernels.cpu.variants import VARIANTS, num_variants
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
 from lowtide.kernels.reference import REFERENCE, clamped_swiglu
 from lowtide.memory.workspace import Workspace

@@ -158,7 +158,7 @@ def test_what_readme_runs_at_once_says_what_stands_beside_it() -> None:
 
 def test_readme_installs_without_a_gpu_first_and_says_what_every_package_is_for() -> None:
     told = sections(README)
-    ways = ["uv pip install --torch-backend cpu", "--torch-backend auto", "With pip alone"]
+    ways = ["uv tool install --torch-backend cpu", "--torch-backend auto", "With pip alone"]
     places = [told["Install"].find(way) for way in ways]
     assert -1 not in places and places == sorted(places)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

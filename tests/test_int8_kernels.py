@@ -31,7 +31,8 @@ from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import FewRows
 from lowtide.kernels.cpu.library import load_kernels
-from lowtide.kernels.cpu.packed import INT8_VARIANTS, PLAIN, PackedOperators
+from lowtide.kernels.cpu.packed import PLAIN, PackedOperators
+from lowtide.kernels.cpu.variants import INT8_VARIANTS
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import Kernels
 

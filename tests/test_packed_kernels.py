@@ -36,11 +36,12 @@ from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import convert_plain
 from lowtide.formats.quantised import Floats, QuantisedRows
 from lowtide.kernels.compiled import CompiledKernels
-from lowtide.kernels.cpu.few_rows import VARIANTS, WITHOUT_DOTS, FewRows
+from lowtide.kernels.cpu.few_rows import FewRows
 from lowtide.kernels.cpu.library import load_kernels, load_part
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS, PackedOperators, block_numbers
 from lowtide.kernels.cpu.packing import CompiledPacking
 from lowtide.kernels.cpu.sources import PACKED, block_types
+from lowtide.kernels.cpu.variants import VARIANTS, WITHOUT_DOTS
 from lowtide.kernels.reference import REFERENCE
 from lowtide.llm import LLM
 from lowtide.model_writing.synth import synth

@@ -6,6 +6,7 @@ It is made from the sources of an sdist, whose tests pass on what was installed.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,17 @@ def test_what_a_wheel_has_needs_no_compiler(source: Path, monkeypatch: pytest.Mo
     assert library.load_library(source).answer() == 42
 
 
+def test_another_machine_finds_what_was_compiled_for_it(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Part("answer", (source,), source.parent)
+    made = [building.library_name(alone, Digests(machine=name)) for name in ("x86_64", "aarch64")]
+    for name, expected in zip(("x86_64", "aarch64"), made, strict=True):
+        monkeypatch.setattr(platform, "machine", lambda name=name: name)
+        assert building.library_name(alone, Digests()) == expected
+    assert made[0] != made[1]
+
+
 def test_a_library_that_does_not_load_is_compiled_here(source: Path) -> None:
     built = as_in_a_wheel(source)
     built.unlink()  # it is mapped: never changed in place
@@ -84,6 +96,10 @@ print(choose_kernels("auto", torch.bfloat16).name)
 """
 
 
+PIP_WHEEL = (
+    *(sys.executable, "-m", "pip", "wheel"),
+    *("--no-deps", "--no-build-isolation", "--quiet"),
+)
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 NOT_KEPT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "shared")
 
@@ -105,8 +121,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the wheel of these sources was unpacked."""
     made = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([*pip, "-w", str(made), str(sources)], check=True)
+    subprocess.run([*PIP_WHEEL, "-w", str(made), str(sources)], check=True)
     [wheel] = made.glob("*.whl")
     assert "-py3-none-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
@@ -127,6 +142,18 @@ def test_a_wheel_brings_its_kernels(installed: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "compiled" in done.stdout
     assert not (tmp_path / ".cache/lowtide/kernels").exists()
+
+
+@pytest.mark.slow
+def test_a_wheel_for_any_platform_has_sources_alone(sources: Path, tmp_path: Path) -> None:
+    option = "--config-settings=--build-option=--plat-name=any"
+    subprocess.run([*PIP_WHEEL, option, "-w", str(tmp_path), str(sources)], check=True)
+    [wheel] = tmp_path.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert any(name.endswith("dense/processor.cpp") for name in names)
+    assert not any(name.endswith(".so") for name in names)
+    assert any(name.endswith("share/man/man1/lowtide.1") for name in names)
 
 
 TESTED_ELSEWHERE = ("options", "typed_sizes", "chat", "llm_goldens", "end_to_end")

@@ -14,11 +14,12 @@ from lowtide.formats import MatrixFormat
 from lowtide.formats.convert import Pack, pack
 from lowtide.kernels.compiled import CompiledKernels, compiled_name
 from lowtide.kernels.cpu.buddies import CompiledBuddies
-from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
+from lowtide.kernels.cpu.few_rows import FewRows
 from lowtide.kernels.cpu.library import load_kernels, load_part, load_parts
 from lowtide.kernels.cpu.packed import PackedOperators, parts_of
 from lowtide.kernels.cpu.packing import CompiledPacking
 from lowtide.kernels.cpu.sources import CORE, DECISIONS, PACKING
+from lowtide.kernels.cpu.variants import VARIANTS
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.progress import Progress, no_progress
 

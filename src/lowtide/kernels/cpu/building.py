@@ -65,7 +65,7 @@ def kept_libraries(parts: Sequence[Part], report: Progress = no_progress) -> lis
         ]
         if missing:
             _remove_old(folder)
-            _Build(folder, compiler, digests, _LIMIT_S, report).make(missing)
+            _Build(folder, [compiler], digests, _LIMIT_S, report).make(missing)
     except OSError as error:
         raise StorageError(
             f"{error.filename or cache_folder()} cannot be used: {error.strerror or error}; "
@@ -74,12 +74,14 @@ def kept_libraries(parts: Sequence[Part], report: Progress = no_progress) -> lis
     return paths
 
 
-def build_libraries(parts: Sequence[Part], folder: Path) -> None:
-    """Compile parts into a folder of a wheel, named by their sources alone.
+def build_libraries(
+    parts: Sequence[Part], folder: Path, compiler: Sequence[str], machine: str
+) -> None:
+    """Compile parts into a folder of a wheel, named by their sources and machine alone.
 
-    Raises UnsupportedError if there is no compiler or it fails.
+    compiler: command that compiles for `machine`. Raises UnsupportedError if it fails.
     """
-    compiler, digests = find_compiler(), Digests()
+    digests = Digests(machine=machine)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         _Build(Path(name), compiler, digests, _WHEEL_LIMIT_S).make(parts)
@@ -107,7 +109,7 @@ class _Build:
     def __init__(
         self,
         folder: Path,
-        compiler: str,
+        compiler: Sequence[str],
         digests: Digests,
         limit_s: float,
         report: Progress = no_progress,
@@ -170,7 +172,7 @@ class _Build:
     def _start(self, file: _File, scratch: Path) -> Running:
         made = str(scratch / file.object.name)
         includes = f"-I{file.includes}"
-        command = [self._compiler, *FLAGS, includes, "-c", str(file.source), "-o", made]
+        command = [*self._compiler, *FLAGS, includes, "-c", str(file.source), "-o", made]
         return Running(command, scratch, self._limit_s)
 
     def _link(self, objects: Sequence[Path], path: Path, scratch: Path) -> None:
@@ -183,7 +185,7 @@ class _Build:
             inputs.append(scratch / f"{path.stem}-{number}.o")
             inputs[-1].write_bytes(image)
         made = scratch / path.name
-        command = [self._compiler, *FLAGS, "-shared", *map(str, inputs), "-o", str(made)]
+        command = [*self._compiler, *FLAGS, "-shared", *map(str, inputs), "-o", str(made)]
         run(command, scratch, self._limit_s)
         _keep(made, path)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.cpu.library import functions_of, struct
+from lowtide.kernels.cpu.variants import VARIANTS, num_variants
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 from lowtide.kernels.operands import ExpertChoice
 
@@ -45,23 +46,6 @@ _FUNCTIONS = {
     "multiply_float32": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
     "choose_experts": (None, _INT, _P, _INT, *4 * (_P,), _LONG),
 }
-
-
-VARIANTS = ("portable", "AVX2", "AVX-512", "AVX512-BF16", "AMX")
-"""`Variant` of numbers.hpp; each includes the instructions of those before it.
-
-The first three compute in float32 and give the same bits (above the least normal numbers). The
-others use the processor's own bfloat16 dot products, each with bits of its own.
-"""
-
-WITHOUT_DOTS = 2
-"""Last variant that computes in float32."""
-
-
-def num_variants(library: ctypes.CDLL) -> int:
-    """Return the number of `VARIANTS` that this processor runs."""
-    best: int = library.lowtide_best_variant()
-    return best + 1
 
 
 class FewRows:

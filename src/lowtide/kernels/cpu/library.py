@@ -86,14 +86,19 @@ def _built_folder(of: Part) -> Path:
     return of.folder / "built"
 
 
-def build_kernels(package: Path) -> None:
+def build_kernels(package: Path, compiler: Sequence[str], machine: str) -> None:
     """Compile all parts into the copy of this package at `package`, for a wheel.
 
-    Raises UnsupportedError if there is no compiler or it fails.
+    compiler: command that compiles for `machine`, named as `platform.machine` names it there.
+    Raises UnsupportedError if it fails.
     """
     parts = [part(name) for name in all_parts()]
-    built = package / KERNELS_FOLDER.relative_to(KERNELS_FOLDER.parents[1]) / "built"
-    build_libraries(parts, built)
+    build_libraries(parts, built_folder(package), compiler, machine)
+
+
+def built_folder(package: Path) -> Path:
+    """Return the folder of the compiled kernels in a copy of this package."""
+    return package / KERNELS_FOLDER.relative_to(KERNELS_FOLDER.parents[1]) / "built"
 
 
 def functions_of(

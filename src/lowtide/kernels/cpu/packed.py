@@ -28,7 +28,6 @@ from lowtide.formats.ggml import GgmlFormat, PackedMatrix
 from lowtide.formats.grouped_ints import GroupedInts
 from lowtide.formats.quantised import Quantised
 from lowtide.formats.quantised_matrix import QuantisedMatrix
-from lowtide.kernels.cpu.few_rows import VARIANTS, num_variants
 from lowtide.kernels.cpu.library import (
     fields_of,
     functions_of,
@@ -36,6 +35,7 @@ from lowtide.kernels.cpu.library import (
     load_parts,
 )
 from lowtide.kernels.cpu.sources import PACKED, ROUNDED, block_types
+from lowtide.kernels.cpu.variants import INT8_VARIANTS, VARIANTS, num_variants
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 
 SECTIONS = 1 << 16
@@ -46,9 +46,6 @@ _OF_4_BITS, _OF_8_BITS, _FP8 = 1, 2, 3
 
 MAX_FEW_ROWS = 32
 """Most rows per expert in a call over several experts; enough for a diffusion block."""
-
-INT8_VARIANTS = (*VARIANTS[:2], "AVX-VNNI", "AVX-512 with VNNI", "AMX in int8")
-"""Variants of int8 rows, like `VARIANTS`; all have the same bits."""
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _FUNCTIONS = {"packed_unpack": (None, _INT, _INT, _P, _LONG, _LONG, _P, _LONG, _LONG, _P)}

@@ -11,9 +11,9 @@ from lowtide.formats.convert import pack
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES, convert_plain
 from lowtide.formats.quantised import Floats, QuantisedRows
-from lowtide.kernels.cpu.few_rows import WITHOUT_DOTS
 from lowtide.kernels.cpu.library import functions_of, load_part
 from lowtide.kernels.cpu.sources import PACKING
+from lowtide.kernels.cpu.variants import WITHOUT_DOTS
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _FUNCTIONS = {"quantised_pack": (None, _INT, _INT, _INT, _P, _P, _P, _LONG, _LONG)}

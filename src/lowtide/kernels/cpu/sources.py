@@ -61,10 +61,12 @@ def with_needed(names: Iterable[str]) -> list[str]:
 
 
 class Digests:
-    """Digests of sources, their headers, compiler flags, and `more`."""
+    """Digests of sources, their headers, compiler flags, the machine they run on, and `more`."""
 
-    def __init__(self, *more: bytes) -> None:
-        self._more = (*more, " ".join(FLAGS).encode(), platform.machine().encode())
+    def __init__(self, *more: bytes, machine: str = "") -> None:
+        """Start without files; machine: as `platform.machine` there names it, by default this."""
+        runs_on = machine or platform.machine()
+        self._more = (*more, " ".join(FLAGS).encode(), runs_on.encode())
         self._contents: dict[Path, bytes] = {}
 
     def of(self, sources: Sequence[Path], folder: Path) -> str:

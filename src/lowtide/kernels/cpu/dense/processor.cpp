@@ -3,7 +3,7 @@
 #include "dense/products.hpp"
 #include "dense/vnni.hpp"
 
-#if defined(HAS_DOT_PRODUCTS)
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -13,27 +13,59 @@ using namespace lowtide;
 
 namespace {
 
+#if defined(__x86_64__)
+
+// What cpuid says, by leaf and part: zeros where the processor has no such leaf. The instruction
+// itself is asked, since __builtin_cpu_supports reads a table of the compiler's runtime library,
+// which stays empty where another toolchain has linked.
+struct Answer {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+
+    Answer(unsigned leaf, unsigned part) { __get_cpuid_count(leaf, part, &a, &b, &c, &d); }
+};
+
+bool has(unsigned answer, int bit) { return answer >> bit & 1; }
+
+// Whether the system saves all of these registers, a mask of XCR0, when it changes threads.
+bool saves(unsigned wanted) {
+    if (!has(Answer(1, 0).c, 27)) return false;  // without OSXSAVE there is no xgetbv
+    unsigned low = 0, high = 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & wanted) == wanted;
+}
+
+bool has_avx2() {
+    constexpr unsigned UPPER_HALVES = 0x6;
+    const unsigned first = Answer(1, 0).c;
+    const bool has_fma = has(first, 12), has_f16c = has(first, 29);
+    return has_fma && has_f16c && has(Answer(7, 0).b, 5) && saves(UPPER_HALVES);
+}
+
+bool has_avx512() {
+    constexpr unsigned ZMM = 0xe6;
+    const unsigned found = Answer(7, 0).b;
+    const bool has_f = has(found, 16), has_bw = has(found, 30);
+    return has_avx2() && has_f && has_bw && saves(ZMM);
+}
+
+bool has_avx512_vl() { return has_avx512() && has(Answer(7, 0).b, 31); }
+
 #if defined(HAS_DOT_PRODUCTS)
 
-bool has_avx512_bf16() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
-}
+bool has_avx512_bf16() { return has_avx512() && has(Answer(7, 1).a, 5); }
 
 // AMX registers are 8 KiB, which Linux saves for a process only on request.
 bool has_amx() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & BF16) == 0 || (d & TILES) == 0)
-        return false;
+    const unsigned found = Answer(7, 0).d;
+    const bool has_tiles = has(found, 24), has_bf16 = has(found, 22);
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return has_avx512_bf16() && has_tiles && has_bf16 &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
-bool has_int8_tiles() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 25 & 1;
-}
+bool has_int8_tiles() { return has(Answer(7, 0).d, 25); }
+
+#endif
 
 #endif
 
@@ -44,9 +76,8 @@ extern "C" {
 // The best variant of this processor; all lower ones run on it, too.
 int lowtide_best_variant() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PORTABLE;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return WITH_AVX2;
+    if (!has_avx2()) return PORTABLE;
+    if (!has_avx512()) return WITH_AVX2;
 #if defined(HAS_DOT_PRODUCTS)
     if (has_avx512_bf16()) return has_amx() ? WITH_AMX : WITH_AVX512_BF16;
 #endif
@@ -59,8 +90,7 @@ int lowtide_best_variant() {
 // Returns whether the processor has AVX-VNNI, that is VNNI without AVX-512.
 int lowtide_has_avx_vnni() {
 #if defined(HAS_DOT_PRODUCTS)
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return static_cast<int>(__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1);
+    return has_avx2() && has(Answer(7, 1).a, 4);
 #else
     return 0;
 #endif
@@ -69,12 +99,9 @@ int lowtide_has_avx_vnni() {
 // The best `Int8Variant`, for products of int8 rows.
 int lowtide_best_int8() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return INT8_PLAIN;
+    if (!has_avx2()) return INT8_PLAIN;
 #ifdef HAS_VNNI
-    // A processor with AVX2 has F16C, which some compilers cannot detect.
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni")) {
+    if (has_avx512_vl() && has(Answer(7, 0).c, 11)) {
 #if defined(HAS_DOT_PRODUCTS)
         if (lowtide_best_variant() == WITH_AMX && has_int8_tiles()) return INT8_AMX;
 #endif
@@ -91,9 +118,8 @@ int lowtide_best_int8() {
 int lowtide_best_own() {
     const int best = lowtide_best_variant();
 #if defined(HAS_DOT_PRODUCTS)
-    const bool has_all =
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
-    if (has_all) return best;
+    const bool has_vbmi = has(Answer(7, 0).c, 1);
+    if (has_avx512_vl() && has_vbmi) return best;
 #endif
     return std::min(best, static_cast<int>(WITH_AVX512));
 }
