@@ -30,6 +30,7 @@ from lowtide import AsyncLLM
 from lowtide.cli.app import app
 from lowtide.cli.batch import _signals
 from lowtide.errors import LowtideError, StorageError, UsageError
+from lowtide.policies.presets import unregister
 from lowtide.serve import batch as answering_module
 from lowtide.serve.batch import Answerer, answer_all, answering, body_of
 from lowtide.serve.batch_files import Asked, AskedLines, Results, Stream, is_error
@@ -258,8 +259,14 @@ def test_wrong_lines_are_refused_before_anything_is_loaded(
 
 def test_a_policy_of_a_file_is_not_for_a_cluster(tmp_path: Path) -> None:
     source, mine = written(tmp_path / "in.jsonl", sums(1)), tmp_path / "mine.py"
-    mine.write_text("")
-    result = batch("-i", source, "-o", tmp_path / "out", "--ray", "--policy-file", mine)
+    mine.write_text(
+        "from lowtide.extend import Placement, Recipe, register_policy\n"
+        "register_policy('of_a_file', Recipe(Placement))\n"
+    )
+    try:
+        result = batch("-i", source, "-o", tmp_path / "out", "--ray", "--policy-file", mine)
+    finally:
+        unregister("of_a_file")
     assert result.exit_code == 2 and "--policy-file names a file of this machine" in result.stderr
 
 

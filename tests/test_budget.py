@@ -95,12 +95,19 @@ def test_a_refusal_says_what_how_much_and_what_to_change() -> None:
     message = str(refusal.value)
     for part in (
         *("1.0 GiB", "3.0 GiB", "5.0 MiB", "7.0 MiB", "64.0 MiB", "12 expert slots", "6.0 MiB"),
-        *("1234 tokens", f"{needs.minimum_bytes} bytes", "--host-memory", "--context"),
+        *("1234 tokens", f"{needs.minimum_bytes} bytes", "--host-memory"),
     ):
         assert part in message
+    assert "--context" not in message  # no context is short enough
     # The number in the refusal is the number that works.
     [minimum] = re.findall(r"\((\d+) bytes\)", message)
     spend(needs, int(minimum), context=1234)
+
+
+def test_a_shorter_context_is_advised_where_it_may_suffice() -> None:
+    needs = Needs(1 << 20, 5 << 20, 7 << 20, 0, slot_bytes=100, num_layers=1, num_experts=2)
+    with pytest.raises(PlanError, match=r"Raise --host-memory or lower --context\."):
+        spend(needs, 12 << 20, context=1234)
 
 
 def test_the_refusal_counts_the_slots_that_a_tiny_model_really_needs() -> None:
