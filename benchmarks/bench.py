@@ -112,6 +112,8 @@ LARGE = (
         42,
         "bfloat16, and 4 bits wholly in memory, which take as long again",
     ),
+    Script("layer_kinds", 12, disk_GiB=10),
+    Script("qwen36", 25, disk_GiB=30),
     Script("max_context", 9, disk_GiB=8),
     Script(
         "planned_memory",

@@ -29,6 +29,7 @@ from common.memory import (
     storage_read_bytes,
 )
 from common.run import loaded_engine
+from lowtide.core import hit_rate
 from lowtide.decode.request import Committed, Request
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.running.decoding import make_decoder
@@ -64,12 +65,16 @@ class Lowtide:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        plan = engine.plan
-        self.facts = {
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        plan, stats = self._engine.plan, self._engine.experts.stats
+        return {
             "policy": plan.policy,
             "budget_bytes": plan.budget_bytes,
             "resident_share": sum(plan.residents_per_layer) / plan.num_experts,
             "num_slots": plan.host.num_slots,
+            "hit_rate": hit_rate(stats.num_hits, stats.num_hits + stats.num_misses),
         }
 
     def answer(self, prompt: Sequence[int], num_new: int) -> Answer:

@@ -1,0 +1,178 @@
+"""Qwen3.6-35B-A3B's shape with random weights: lowtide and llama.cpp on the same GGUF file.
+
+- memory: twelve layers (nine delta-nets, three of attention) and the same share of the vocabulary,
+  wholly in memory: answers behind short prompts, and prompts of 2,048 tokens. llama.cpp as it does
+  unasked (weights copied into a layout of its own) and with mapped weights.
+- disk: all forty layers under limits of memory, each with a skew of the routers that gives an LRU
+  cache of that size the hit rate of trained routers; llama.cpp maps the file. What computing takes
+  by itself is measured on the memory part's file.
+
+Every lane has a process of its own, and they take turns; the rate at which memory is read is
+measured before and after each. Bytes of a token are weights once, states read and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common import qwen36_file as shape
+from common.arguments import add_parts, make_parser, run_script
+from common.causal import with_ratios
+from common.ceilings import Disk, memory_ceiling
+from common.memory import LIMITS, choose_limit, drop_pages
+from common.models import cache_folder
+from common.qwen36_file import Sizes, write_qwen36
+from common.record import Recorder, say
+from common.worker import LIMIT_SLACK_BYTES, in_process
+
+from lowtide.errors import UsageError
+from lowtide.model_folder.gguf_header import GgufHeader
+
+PARTS = ("memory", "disk")
+MEMORY = Sizes(num_layers=12, num_words=74_496)
+LIMITS_GIB = {16: 0.17, 8: 0.3}
+"""Limits of the disk part, and the skew of its routers."""
+
+SHORT, LONG = 64, 2048  # tokens of a prompt
+_GIGA = 1e9
+
+
+def main() -> None:
+    if find_spec("gguf") is None:
+        raise UsageError("The file is written with the package gguf: pip install gguf.")
+    options = _options()
+    settings = {"num_new": options.new, "repeats": options.repeats, "limit": options.limit}
+    recorder = Recorder("qwen36", settings, options.out)
+    if "memory" in options.parts:
+        _in_memory(recorder, options)
+    if "disk" in options.parts:
+        for limit_GiB in options.limits:
+            _on_disk(recorder, limit_GiB, options)
+
+
+def _in_memory(recorder: Recorder, options: argparse.Namespace) -> None:
+    file = _file("memory", MEMORY)
+    own = {"policy": "resident", "budget_bytes": None}
+    peer: dict[str, Any] = {"gguf": str(file)}
+    lanes: dict[str, dict[str, Any]] = {
+        "lowtide, int8": {"lane": "lowtide", "activations": "int8", **own},
+        "llama.cpp": {"lane": "llama.cpp", "maps": False, "repacks": True, **peer},
+        "lowtide, exact rows": {"lane": "lowtide", "activations": "own", **own},
+        "llama.cpp, mapped": {"lane": "llama.cpp", "maps": True, "repacks": False, **peer},
+    }
+    bytes_of_token = token_bytes(file)
+    for num_prompt in (SHORT, LONG):
+        rows = {}
+        for name, facts in _installed(lanes).items():
+            before = memory_ceiling()
+            row = in_process("causal", _task(file, num_prompt, options, facts), _NO_LIMIT, 0)
+            row |= _rates(row, bytes_of_token, before, memory_ceiling())
+            rows[name] = row
+        for row in with_ratios(rows, "lowtide, int8"):
+            recorder.write(f"in memory, prompt of {num_prompt}", row)
+
+
+def _on_disk(recorder: Recorder, limit_GiB: int, options: argparse.Namespace) -> None:
+    limit, limit_bytes = choose_limit(options.limit), limit_GiB << 30
+    file = _file("disk", Sizes(skew=LIMITS_GIB[limit_GiB]))
+    experts = [each for name, each in GgufHeader.read(file).tensors.items() if "_exps." in name]
+    slot_bytes = sum(each.num_bytes for each in experts) // (40 * shape.NUM_EXPERTS)
+    budget_bytes = limit_bytes - LIMIT_SLACK_BYTES
+    own = {"lane": "lowtide", "policy": options.policy, "budget_bytes": budget_bytes}
+    lanes: dict[str, dict[str, Any]] = {
+        "lowtide, int8": {"activations": "int8", **own},
+        "lowtide, exact rows": {"activations": "own", **own},
+        "llama.cpp": {"lane": "llama.cpp", "gguf": str(file), "maps": True, "repacks": False},
+    }
+    rows = {}
+    for name, facts in _installed(lanes).items():
+        drop_pages([file])
+        disk, before = Disk(file, slot_bytes, 1 << 30).measure(), memory_ceiling()
+        task = _task(file, SHORT, options, facts)
+        row = in_process("causal", task, limit, limit_bytes)
+        row |= _rates(row, token_bytes(file), before, memory_ceiling())
+        rows[name] = row | disk | {"slot_bytes": slot_bytes, "limit": limit.kind}
+    for row in with_ratios(rows, "lowtide, int8"):
+        recorder.write(f"in {limit_GiB} GiB", row)
+
+
+def token_bytes(file: Path) -> int:
+    """Bytes that a token goes through: weights once, states read and written."""
+    found = 0
+    for name, tensor in GgufHeader.read(file).tensors.items():
+        if name == "token_embd.weight":
+            continue
+        share = shape.NUM_CHOSEN / shape.NUM_EXPERTS if "_exps." in name else 1
+        found += int(tensor.num_bytes * share)
+        if name.endswith("ssm_out.weight"):
+            found += 2 * 4 * shape.VALUE_HEADS * shape.STATE * shape.STATE
+    return found
+
+
+def _rates(
+    row: Mapping[str, Any],
+    bytes_of_token: int,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+) -> dict[str, Any]:
+    """Bytes a second of answers, beside the rate at which memory is read."""
+    name = max(before, key=lambda key: ("read" in key, key))
+    rates = [before[name], after[name]]
+    rate = row["decode_tokens_per_s"] * bytes_of_token / _GIGA
+    return {
+        "token_bytes": bytes_of_token,
+        "GBps": rate,
+        "memory_GBps": rates,
+        "of_ceiling": rate / (sum(rates) / 2),
+    }
+
+
+def _task(
+    file: Path, num_prompt: int, options: argparse.Namespace, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "model": str(file),
+        "context": num_prompt + options.new + 16,
+        "num_prompt": num_prompt,
+        "num_new": options.new,
+        "repeats": options.repeats,
+        **facts,
+    }
+
+
+def _installed(lanes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    has_peer = find_spec("llama_cpp") is not None
+    if not has_peer:
+        say("llama.cpp is left out: llama_cpp is not installed (`make peers`).")
+    return {name: x for name, x in lanes.items() if has_peer or x["lane"] == "lowtide"}
+
+
+def _file(name: str, sizes: Sizes) -> Path:
+    target = cache_folder() / f"qwen36-{name}" / f"skew-{sizes.skew:g}.gguf"
+    if not target.exists():
+        for other in target.parent.glob("*.gguf"):  # the disk has not room for two
+            other.unlink()
+        say(f"Writing {target} ...")
+    return write_qwen36(target, sizes)
+
+
+_NO_LIMIT = choose_limit("none")
+
+
+def _options() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_parts(parser, PARTS)
+    parser.add_argument("--limits", nargs="+", type=int, choices=LIMITS_GIB, default=[16, 8])
+    parser.add_argument("--policy", default="lowtide")
+    parser.add_argument("--new", type=int, default=48, help="tokens of an answer")
+    parser.add_argument("--repeats", type=int, default=6, help="answers, the first one cold")
+    parser.add_argument("--limit", choices=LIMITS, default="balloon", help="of the disk part")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_script(main)
