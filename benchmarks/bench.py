@@ -113,7 +113,9 @@ LARGE = (
         "bfloat16, and 4 bits wholly in memory, which take as long again",
     ),
     Script("layer_kinds", 12, disk_GiB=10),
-    Script("qwen36", 25, disk_GiB=30),
+    Script(
+        "qwen36", 10, ("--parts", "memory"), 7, "all layers from disk, 20 minutes and 22 GB more"
+    ),
     Script("max_context", 9, disk_GiB=8),
     Script(
         "planned_memory",
