@@ -49,10 +49,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils import logging as transformers_logging
@@ -371,6 +377,44 @@ def _lfm2_mixers(rng: random.Random, kinds: list[str]) -> dict[str, Any]:
     }
 
 
+def _hybrid(rng: random.Random) -> dict[str, Any]:
+    """Both kinds of layers twice, in any order."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    rng.shuffle(kinds)
+    key_heads = rng.choice([1, 2, 3])
+    return {
+        "num_hidden_layers": 4,
+        "layer_types": kinds,
+        "head_dim": rng.choice([8, 16]),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * rng.choice([1, 2, 3]),
+        "linear_key_head_dim": rng.choice([8, 16]),
+        "linear_value_head_dim": rng.choice([8, 12]),
+        "linear_conv_kernel_dim": rng.choice([2, 4]),
+        "rope_parameters": {
+            **(_yarn(rng) if rng.random() < 0.3 else common(rng)["rope_parameters"]),
+            "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0]),
+        },
+    }
+
+
+def _hybrid_moe(rng: random.Random) -> dict[str, Any]:
+    return {
+        **_hybrid(rng),
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "shared_expert_intermediate_size": rng.choice([20, 32]),
+        "num_experts": rng.choice([4, 9]),
+    }
+
+
+def _qwen3_next(rng: random.Random) -> dict[str, Any]:
+    return {
+        **_hybrid_moe(rng),
+        "norm_topk_prob": rng.random() < 0.8,
+        **rng.choice([{}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}]),
+    }
+
+
 def _gpt_oss(rng: random.Random) -> dict[str, Any]:
     num_layers = rng.choice([2, 3])
     kinds = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(num_layers)]
@@ -487,6 +531,9 @@ def randomise(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *router_biases(model)]:
             parameter.copy_(random_weight(name, tuple(parameter.shape)))
+        for module in model.modules():
+            if re.fullmatch(r"Qwen3(_5|_5Moe|Next)RMSNorm", type(module).__name__):
+                module.weight.sub_(1)  # 1 + w multiplies
 
 
 def router_biases(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
@@ -521,10 +568,12 @@ def _flatten_config(folder: Path) -> None:
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     rope.pop("type", None)
-    factor = rope.pop("partial_rotary_factor", 0.5)
+    is_hybrid = config["model_type"].startswith(("qwen3_5", "qwen3_next"))
+    usual_factor = 0.25 if is_hybrid else 0.5  # where a config names none
+    factor = rope.pop("partial_rotary_factor", usual_factor)
     if config["model_type"] == "minimax_m2":
         config["rotary_dim"] = int(factor * config["head_dim"])
-    elif factor != 0.5:  # GLM's where its config names none
+    elif factor != usual_factor:
         config["partial_rotary_factor"] = factor
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     if config["model_type"].startswith("lfm2"):
@@ -740,6 +789,9 @@ FAMILIES: Mapping[str, Row] = {
     "minimax_m2": _usual(MiniMaxM2Config, MiniMaxM2ForCausalLM, _minimax_m2),
     "lfm2": _dense(Lfm2Config, Lfm2ForCausalLM, _lfm2),
     "lfm2_moe": _usual(Lfm2MoeConfig, Lfm2MoeForCausalLM, _lfm2_moe),
+    "qwen3_5_moe": _usual(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _hybrid_moe),
+    "qwen3_5": _dense(Qwen3_5TextConfig, Qwen3_5ForCausalLM, _hybrid),
+    "qwen3_next": _usual(Qwen3NextConfig, Qwen3NextForCausalLM, _qwen3_next),
     "gpt_oss": Transformers(
         GptOssConfig,
         GptOssForCausalLM,
@@ -760,7 +812,7 @@ FAMILIES: Mapping[str, Row] = {
 
 NAMES = tuple(FAMILIES)
 MASKED = ("llada", "llada_moe", "dream")
-DENSE = ("llama", "qwen2", "qwen3", "lfm2", "llada", "dream")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_5", "lfm2", "llada", "dream")
 """Families without experts."""
 
 CAUSAL = tuple(name for name in NAMES if name not in MASKED)

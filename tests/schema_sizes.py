@@ -20,5 +20,5 @@ def num_parameters_of(schema: ModelSchema) -> int:
 
 def kv_elements_of(config: ModelConfig) -> int:
     """Return the number of cached elements of one token in all layers."""
-    shapes = (layer.mixer.cache_shape for layer in config.layers)
+    shapes = (layer.mixer.cache_shape for layer in config.layers if layer.mixer is not None)
     return sum(math.prod(shape) for shape in shapes if shape is not None)

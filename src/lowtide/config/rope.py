@@ -12,6 +12,9 @@ from lowtide.files.json_file import shown
 _LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
 _LEAST_TURNS = 1e-6
 
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Keys of positions in images; the three positions of a word are one, and rotate as usual."""
+
 
 class Yarn(NamedTuple):
     """Rotary frequencies stretched over a longer context (YaRN, arXiv 2309.00071, section 3).
@@ -149,6 +152,7 @@ def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) ->
         inner.optional_number("partial_rotary_factor", low=0.0, high=1.0),
         stretch,
     )
+    inner.asked.update(_OF_IMAGES)
     _refuse_unknown(inner)
     return said
 

@@ -154,6 +154,8 @@ class DeltaNetSpec:
     key_width: int  # of a head
     value_width: int
     kernel: int  # positions that the convolution sees
+    is_tiled: bool = False  # value head h has key head h % key_heads; else neighbours share one
+    is_fused: bool = False  # one projection makes a key head's queries, keys, values and gates
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:

@@ -1,4 +1,4 @@
-"""Expert keys of Qwen's `config.json`, shared by two families."""
+"""Expert keys of Qwen's `config.json`, shared by several families."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def qwen_decoder(
     fields: Fields, origin: Origin, attention: AttentionSpec, experts: ExpertSpec
 ) -> ModelConfig:
     """Read a model in which some layers may have a dense MLP in place of experts."""
-    moe_layers = _moe_layers(fields)
-    every = len(moe_layers) == keys.num_layers(fields)
+    sparse = moe_layers(fields)
+    every = len(sparse) == keys.num_layers(fields)
     dense_size = 0 if every else keys.width(fields, "intermediate_size")
-    return keys.decoder(fields, origin, attention, experts, dense_size, moe_layers=moe_layers)
+    return keys.decoder(fields, origin, attention, experts, dense_size, moe_layers=sparse)
 
 
-def _moe_layers(fields: Fields) -> list[int]:
+def moe_layers(fields: Fields) -> list[int]:
     """Return the layers with experts."""
     count = keys.num_layers(fields)
     step = fields.integer("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)

@@ -19,7 +19,7 @@ DENSE = (
     "a dense autoregressive model whose layers lowtide does not compute; of dense ones it runs "
     "Llama's, Qwen2's, Qwen3's and LFM2's"
 )
-HYBRID = "a model with layers of linear attention or state spaces, which lowtide does not compute"
+HYBRID = "a model whose linear attention or state spaces lowtide does not compute"
 EXPERTS = "a mixture of experts whose layers lowtide does not compute yet"
 IMAGES = "a model that also reads images or sound, which lowtide does not compute"
 LAYERS = "a model whose layers lowtide does not compute yet"
@@ -169,9 +169,6 @@ _SERIES: Mapping[str, _Series] = {
     "qwen25vl": _Series("Qwen2.5-VL", IMAGES, _QWEN),
     "qwen2audio": _Series("Qwen2-Audio", IMAGES, _QWEN),
     "qwen2vl": _Series("Qwen2-VL", IMAGES, _QWEN),
-    "qwen35": _Series("Qwen3.5 or Qwen3.6", HYBRID, _QWEN),
-    "qwen36": _Series("Qwen3.6", HYBRID, _QWEN),
-    "qwen3next": _Series("Qwen3-Next", HYBRID, _QWEN),
     "qwen3omni": _Series("Qwen3-Omni", IMAGES, _QWEN),
     "qwen3vl": _Series("Qwen3-VL", IMAGES, _QWEN),
     "qwen3vlmoe": _Series("Qwen3-VL", IMAGES, _QWEN),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lowtide.config import DeltaNetSpec
 from lowtide.formats import StoredMatrix
 
 Matrix = Tensor | StoredMatrix
@@ -105,3 +106,27 @@ class SlotPlaces(NamedTuple):
     gate_bias: int | None = None  # of `ClampedWeights` all three
     up_bias: int | None = None
     down_bias: int | None = None
+
+
+class DeltaWeights(NamedTuple):
+    """Weights of a gated delta-net behind its projections, in float32."""
+
+    spec: DeltaNetSpec
+    conv: Tensor  # [channels, .., kernel]: queries', keys' and values' channels, oldest row first
+    decay: Tensor  # [value_heads], negative: -exp(A)
+    time_bias: Tensor  # [value_heads]
+
+
+class DeltaRows(NamedTuple):
+    """Consecutive rows of a sequence, as a gated delta-net projects them."""
+
+    mixed: Tensor  # [rows, channels]: all heads' queries, keys, values, before the convolution
+    beta: Tensor  # [rows, value_heads]: strength, before its sigmoid
+    time: Tensor  # [rows, value_heads]: how much decays, before its bias and softplus
+
+
+class DeltaState(NamedTuple):
+    """What a gated delta-net keeps of a sequence."""
+
+    tail: Tensor  # [kernel - 1, channels]: `mixed` of the last rows
+    matrices: Tensor  # [value_heads, key_width, value_width] float32

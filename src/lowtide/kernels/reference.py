@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.formats import MatrixFormat, StoredMatrix
-from lowtide.kernels import int8_rows, reference_rows, stored, tiled_head
+from lowtide.kernels import int8_rows, reference_delta, reference_rows, stored, tiled_head
 from lowtide.kernels.cpu.layer import CompiledLayer
 from lowtide.kernels.cpu.weight_calls import CompiledExperts
 from lowtide.kernels.int8_rows import GroupedMatrix
@@ -23,6 +23,9 @@ from lowtide.kernels.layer_parts import LayerParts
 from lowtide.kernels.operands import (
     AnyWeights,
     ClampedWeights,
+    DeltaRows,
+    DeltaState,
+    DeltaWeights,
     ExpertChoice,
     GeluWeights,
     HeadNorms,
@@ -289,6 +292,58 @@ class Kernels:
         x [rows, heads, in], weight [heads, in, out], out [rows, heads, out].
         """
         reference_rows.multiply_heads(x, weight, out, workspace)
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        weight: Tensor,
+        eps: float,
+        workspace: Buffers,
+        num_threads: int = 1,
+    ) -> None:
+        """Compute `x = rms_norm(x) * silu(gates)` in place, rounded once after `rms_norm`.
+
+        x, gates [rows, heads, length], contiguous; `gates` are not changed.
+        """
+        self.rms_norm(x, weight, eps, workspace, x, num_threads)
+        reference_rows.silu_weigh(x, gates, workspace)
+
+    # Gated delta-nets
+
+    def delta_step(
+        self,
+        row: DeltaRows,
+        weights: DeltaWeights,
+        before: DeltaState,
+        after: DeltaState,
+        out: Tensor,
+        workspace: Buffers,
+        num_threads: int = 1,
+    ) -> None:
+        """Advance the state of one sequence by a single row, and read it.
+
+        out [1, value_heads, value_width]; `after` may be `before`. All but `row`, `out` and tails,
+        which have the compute dtype, is float32. See `reference_delta.py`.
+        """
+        reference_delta.advance(row, weights, before, after, out, workspace)
+
+    def delta_chunk(
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        before: DeltaState,
+        after: DeltaState,
+        out: Tensor,
+        workspace: Buffers,
+        run: tiled_head.Run,
+    ) -> None:
+        """Advance a state by several rows of a prompt together, and read it after each.
+
+        out [rows, value_heads, value_width]. run: runs works, possibly on several threads. Bits
+        depend on how rows are divided into chunks.
+        """
+        reference_delta.advance(rows, weights, before, after, out, workspace, run)
 
     # Attention of a single row
 

@@ -42,6 +42,11 @@ def rotate_pairs(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
     _by_few(partial(_rotate_parts_in_float32, workspace), x[..., 0::2], x[..., 1::2], *rotation)
 
 
+def silu_weigh(x: Tensor, gates: Tensor, workspace: Buffers) -> None:
+    """Compute `x *= silu(gates)` in float32, rounded once."""
+    _by_few(partial(_silu_weigh, workspace), x, gates)
+
+
 def multiply_heads(x: Tensor, weight: Tensor, out: Tensor, workspace: Buffers) -> None:
     """Compute `Kernels.multiply_heads`."""
     num_rows, num_heads, _ = x.shape
@@ -81,6 +86,14 @@ def _normalise(weight: Tensor, eps: float, workspace: Buffers, x: Tensor, out: T
         else:
             out.copy_(x_fp32)
             out.mul_(weight)
+
+
+def _silu_weigh(workspace: Buffers, x: Tensor, gates: Tensor) -> None:
+    with workspace.scope():
+        gates_fp32 = workspace.take("gates fp32", tuple(x.shape), torch.float32)
+        product = workspace.take("gated fp32", tuple(x.shape), torch.float32)
+        torch.nn.functional.silu(gates_fp32.copy_(gates), inplace=True)
+        x.copy_(product.copy_(x).mul_(gates_fp32))
 
 
 def _rotate_parts(

@@ -118,10 +118,11 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
     """
     name = spec.name.removesuffix(".weight")
     part = name.rpartition(".")[2]
-    if (fill := _named_fill(part)) is not None:
+    centre = 1.0 if spec.is_centred else 0.0
+    if (fill := _named_fill(part, centre)) is not None:
         return fill
     if len(spec.shape) == 1:  # the other norms
-        return partial(Source.constant, value=1.0)
+        return partial(Source.constant, value=1.0 - centre)
     if spec.dtype == mxfp4.TENSOR_DTYPE:
         return _packed_fill(part, config)
     is_tied = config.tie_word_embeddings
@@ -175,15 +176,18 @@ def _rounded(spec: TensorSpec, std: float) -> Iterator[SynthTensor]:
     yield SynthTensor(name + scales.ending, scales.shape, fill, scales.dtype)
 
 
-def _named_fill(part: str) -> Fill | None:
-    """Return the fill of a tensor that is determined by its name alone, or None."""
+def _named_fill(part: str, centre: float) -> Fill | None:
+    """Return the fill of a tensor that is determined by its name alone, or None.
+
+    centre: what files take from the weight of a norm.
+    """
     if part in _QK_NORMS:
-        return partial(Source.constant, value=CHARACTER.qk_gain)
+        return partial(Source.constant, value=CHARACTER.qk_gain - centre)
     if part in ("expert_bias", "e_score_correction_bias"):
         return Source.router_bias
     if part == "bias" or part.endswith("_bias"):
         return partial(Source.normal, std=0.1)
-    return partial(Source.normal, std=1.0) if part == "sinks" else None
+    return partial(Source.normal, std=1.0) if part in ("sinks", "A_log") else None
 
 
 def _packed_fill(part: str, config: ModelConfig) -> Fill:

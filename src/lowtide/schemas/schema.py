@@ -25,6 +25,7 @@ class TensorSpec(NamedTuple):
     dtype: str | None = None  # safetensors name; None: any type that weights can be loaded from
     other_name: str | None = None  # name used by some tools
     keeps_type: bool = False  # never converted: a router, or a matrix not used in products as it is
+    is_centred: bool = False  # of a norm that multiplies by 1 + w
 
     @property
     def num_elements(self) -> int:
