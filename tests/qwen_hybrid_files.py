@@ -75,7 +75,8 @@ def write_hybrid(
     if tokens:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("qwen35")
-        writer.add_token_list([f"t{i}".encode() for i in range(tokens)])
+        words = ["t", "0", "1", *(f"t{i}" for i in range(tokens - 3))]
+        writer.add_token_list([word.encode() for word in words])
         writer.add_token_types([1] * tokens)
         writer.add_token_merges(["t 0", "t 1"])
     for number, (name, weights) in enumerate(tensors_of(family, model, is_merged, is_old)):

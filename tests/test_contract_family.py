@@ -14,7 +14,16 @@ import pytest
 import torch
 from checkpoint_files import LAYOUTS, read_array
 from examples import scaled
-from family_models import CAUSAL, DENSE, NAMES, logits, random_ids, store_experts_as, write_model
+from family_models import (
+    CAUSAL,
+    DENSE,
+    NAMES,
+    RECURRENT,
+    logits,
+    random_ids,
+    store_experts_as,
+    write_model,
+)
 from schema_sizes import kv_elements_of, num_parameters_of, num_tensors_of
 from transformers import AutoModelForCausalLM
 
@@ -40,7 +49,8 @@ def test_logits_are_those_of_the_oracle(family: str, tmp_path: Path) -> None:
         plan = plan_model(written.folder, context=700)
         least_bytes, full_bytes = plan.minimum_bytes, plan.full_bytes
         ours = logits(written.folder, token_ids, context=700, host_memory=least_bytes)
-        torch.testing.assert_close(ours, written.oracle(token_ids), atol=2e-4, rtol=0)
+        atol = 1e-3 if family in RECURRENT else 2e-4
+        torch.testing.assert_close(ours, written.oracle(token_ids), atol=atol, rtol=0)
         if seed % 5 == 1:
             full = logits(written.folder, token_ids, context=700, host_memory=full_bytes)
             assert torch.equal(ours, full)
@@ -218,6 +228,9 @@ PUBLISHED = {
     "lfm2": (148, 1.170, 12_288),
     "lfm2_moe": (2_302, 8.340, 12_288),
     "gpt_oss": (459, 20.915, 49_152),
+    "qwen3_5_moe": (31_333, 34.661, 20_480),
+    "qwen3_next": (74_391, 79.674, 24_576),
+    "qwen3_5": (427, 8.954, 32_768),
 }
 """Tensors, parameters in units of 10**9, bytes of KV cache per token in bfloat16."""
 

@@ -57,7 +57,7 @@ def run(*arguments: str) -> Any:
             "SmolLM3: a dense .*Llama's, Qwen2's, Qwen3's and LFM2's.* Qwen/Qwen3-30B-A3B",
         ),
         ("Phi3ForCausalLM", "Phi-3 or Phi-4: a dense .* Qwen/Qwen3-30B-A3B"),
-        ("Qwen3_5MoeForConditionalGeneration", "Qwen3.6: .*linear attention.*Qwen/Qwen3-30B-A3B"),
+        ("FalconH1ForCausalLM", "Falcon-H1: .*linear attention.*Qwen/Qwen3-30B-A3B"),
         ("Gemma4ForConditionalGeneration", "It is Gemma 4: .*Models that do run: "),
         ("MistralForCausalLM", "It is Mistral: a dense .*Mixtral-8x7B"),
         ("Llama4ForConditionalGeneration", "It is Llama 4: a mixture of experts"),
