@@ -54,7 +54,7 @@ def run(*arguments: str) -> Any:
     [
         (
             "SmolLM3ForCausalLM",
-            "SmolLM3: a dense .*Llama's, Qwen2's, Qwen3's and LFM2's.* Qwen/Qwen3-30B-A3B",
+            "SmolLM3: a dense .*Llama's, Qwen2's, Qwen3's, Qwen3.5's and .* Qwen/Qwen3-30B-A3B",
         ),
         ("Phi3ForCausalLM", "Phi-3 or Phi-4: a dense .* Qwen/Qwen3-30B-A3B"),
         ("FalconH1ForCausalLM", "Falcon-H1: .*linear attention.*Qwen/Qwen3-30B-A3B"),

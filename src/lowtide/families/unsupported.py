@@ -17,7 +17,7 @@ from lowtide.files.json_file import shown
 
 DENSE = (
     "a dense autoregressive model whose layers lowtide does not compute; of dense ones it runs "
-    "Llama's, Qwen2's, Qwen3's and LFM2's"
+    "Llama's, Qwen2's, Qwen3's, Qwen3.5's and LFM2's"
 )
 HYBRID = "a model whose linear attention or state spaces lowtide does not compute"
 EXPERTS = "a mixture of experts whose layers lowtide does not compute yet"
