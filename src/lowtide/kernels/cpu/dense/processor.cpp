@@ -114,13 +114,19 @@ int lowtide_best_int8() {
 #endif
 }
 
+// Returns whether the processor has AVX512-VBMI, and all that products with it use.
+int lowtide_has_vbmi() {
+#if defined(HAS_DOT_PRODUCTS)
+    return has_avx512_vl() && has(Answer(7, 0).c, 1);
+#else
+    return 0;
+#endif
+}
+
 // The best variant for products of a few rows with q8 and q4.
 int lowtide_best_own() {
     const int best = lowtide_best_variant();
-#if defined(HAS_DOT_PRODUCTS)
-    const bool has_vbmi = has(Answer(7, 0).c, 1);
-    if (has_avx512_vl() && has_vbmi) return best;
-#endif
+    if (lowtide_has_vbmi() != 0) return best;
     return std::min(best, static_cast<int>(WITH_AVX512));
 }
 

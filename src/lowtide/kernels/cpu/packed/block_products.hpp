@@ -24,8 +24,8 @@ void unpack_rows(int variant, const PackedRows& rows, bf16* out, long out_stride
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// `rows` rows of x.
-template <class Type, int rows>
+// `rows` rows of x. Dots::of makes their sums with `OUTS` rows of weights.
+template <class Dots, int rows>
 void multiply_rows(const Product<bf16>& p, const PackedRows& packed) {
     constexpr long OUTS = vectors::OUTS;
     Ahead ahead(packed.stored, p.num_outs * packed.row_bytes, p.next);
@@ -34,7 +34,7 @@ void multiply_rows(const Product<bf16>& p, const PackedRows& packed) {
         for (long o = 0; o < OUTS; ++o)  // at the end the last one again
             weights[o] = packed.stored + std::min(first + o, p.num_outs - 1) * packed.row_bytes;
         float sums[rows][OUTS];
-        vectors::dots<Type, rows>(p.x, p.x_stride, weights, packed.num_blocks, ahead, sums);
+        Dots::template of<rows>(p.x, p.x_stride, weights, packed.num_blocks, ahead, sums);
         for (int r = 0; r < rows; ++r)
             for (long o = 0; o < OUTS && first + o < p.num_outs; ++o) {
                 const float bias = p.bias ? widen(p.bias[first + o]) : 0.0f;
@@ -43,20 +43,32 @@ void multiply_rows(const Product<bf16>& p, const PackedRows& packed) {
     }
 }
 
+// Up to four rows of x; false: there are more.
+template <class Dots>
+bool multiply_few_rows(const Product<bf16>& p, const PackedRows& packed) {
+    if (p.num_rows == 1) return multiply_rows<Dots, 1>(p, packed), true;
+    if (p.num_rows == 2) return multiply_rows<Dots, 2>(p, packed), true;
+    if (p.num_rows == 3) return multiply_rows<Dots, 3>(p, packed), true;
+    if (p.num_rows == 4) return multiply_rows<Dots, 4>(p, packed), true;
+    return false;
+}
+
 #endif
 
 template <class Type>
-bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& packed) {
+bool multiply_by_type(int variant, const Product<bf16>& p, const PackedRows& packed) {
 #if defined(HAS_DOT_PRODUCTS)
     if (variant == WITH_AMX)
         return Amx::run(p, [&] { return PackedTiles<Type>(p, packed); }), true;
-    if (variant < WITH_AVX512_BF16) return false;
-    if (p.num_rows == 1) return multiply_rows<Type, 1>(p, packed), true;
-    if (p.num_rows == 2) return multiply_rows<Type, 2>(p, packed), true;
-    if (p.num_rows == 3) return multiply_rows<Type, 3>(p, packed), true;
-    if (p.num_rows == 4) return multiply_rows<Type, 4>(p, packed), true;
+    if (variant == WITH_AVX512_BF16) return multiply_few_rows<vectors::SpanDots<Type>>(p, packed);
 #endif
     return false;
+}
+
+// As `MultiplyDirectly`; a type may have its own (mxfp4_products.hpp).
+template <class Type>
+bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& packed) {
+    return multiply_by_type<Type>(variant, p, packed);
 }
 
 }  // namespace ggml

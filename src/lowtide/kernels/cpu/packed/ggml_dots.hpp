@@ -64,29 +64,32 @@ AVX512_BF16 INLINED void add_span(
     }
 }
 
-// `rows` rows of x with `OUTS` rows of weights, `num_blocks` of each.
-template <class Type, int rows>
-AVX512_BF16 NOT_INLINED void dots(
-    const bf16* x, long x_stride, const u8* const (&weights)[OUTS], long num_blocks,
-    Ahead& ahead, float (&sums)[rows][OUTS]
-) {
-    constexpr long BLOCKS = BLOCKS_OF_SPAN<Type>;
-    const u8* b[OUTS];
-    UNROLLED for (int o = 0; o < OUTS; ++o) b[o] = weights[o];
-    Span<Type> spans[OUTS];
-    __m512 lanes[rows][OUTS] = {};
-    for (; num_blocks >= BLOCKS; num_blocks -= BLOCKS, x += SPAN) {
-        ahead.read_bytes<FIRST_CACHE>(OUTS * BLOCKS * Type::BYTES);
-        add_span<Type, rows>(x, x_stride, b, spans, lanes);
-        UNROLLED for (int o = 0; o < OUTS; ++o) b[o] += BLOCKS * Type::BYTES;
+// Sums of `rows` rows of x with `OUTS` rows of weights, `num_blocks` of each.
+template <class Type>
+struct SpanDots {
+    template <int rows>
+    AVX512_BF16 NOT_INLINED static void of(
+        const bf16* x, long x_stride, const u8* const (&weights)[OUTS], long num_blocks,
+        Ahead& ahead, float (&sums)[rows][OUTS]
+    ) {
+        constexpr long BLOCKS = BLOCKS_OF_SPAN<Type>;
+        const u8* b[OUTS];
+        UNROLLED for (int o = 0; o < OUTS; ++o) b[o] = weights[o];
+        Span<Type> spans[OUTS];
+        __m512 lanes[rows][OUTS] = {};
+        for (; num_blocks >= BLOCKS; num_blocks -= BLOCKS, x += SPAN) {
+            ahead.read_bytes<FIRST_CACHE>(OUTS * BLOCKS * Type::BYTES);
+            add_span<Type, rows>(x, x_stride, b, spans, lanes);
+            UNROLLED for (int o = 0; o < OUTS; ++o) b[o] += BLOCKS * Type::BYTES;
+        }
+        if constexpr (BLOCKS > 1) {
+            ahead.read_bytes<FIRST_CACHE>(OUTS * num_blocks * Type::BYTES);
+            if (num_blocks > 0) add_rest<Type, rows>(x, x_stride, b, num_blocks, lanes);
+        }
+        UNROLLED for (int r = 0; r < rows; ++r)
+            UNROLLED for (int o = 0; o < OUTS; ++o) sums[r][o] = sum_of(lanes[r][o]);
     }
-    if constexpr (BLOCKS > 1) {
-        ahead.read_bytes<FIRST_CACHE>(OUTS * num_blocks * Type::BYTES);
-        if (num_blocks > 0) add_rest<Type, rows>(x, x_stride, b, num_blocks, lanes);
-    }
-    UNROLLED for (int r = 0; r < rows; ++r)
-        UNROLLED for (int o = 0; o < OUTS; ++o) sums[r][o] = sum_of(lanes[r][o]);
-}
+};
 
 }  // namespace vectors
 }  // namespace ggml

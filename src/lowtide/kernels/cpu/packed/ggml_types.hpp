@@ -121,10 +121,12 @@ struct Iq4Nl {
     static INLINED void scales(const u8* b, float* scales, float*) { scales[0] = half_at(b); }
 };
 
-// 2^(e - 128), of which the two least are below the normal numbers.
-INLINED float mxfp4_scale(std::uint32_t e) {
-    return from_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+// The bits of 2^(e - 128), of which the two least are below the normal numbers.
+constexpr std::uint32_t mxfp4_scale_bits(std::uint32_t e) {
+    return e < 2 ? 0x00200000u << e : (e - 1) << 23;
 }
+
+INLINED float mxfp4_scale(std::uint32_t e) { return from_bits(mxfp4_scale_bits(e)); }
 
 struct Mxfp4 {
     static constexpr long BYTES = 17, SIZE = 32, GROUP = 32;

@@ -176,8 +176,8 @@ struct Nibbles : WholeGroups {
     static constexpr int group(int lane) { return lane; }
     static constexpr Word word(int number, int lane) { return {lane, number}; }
 
-    // at: where a block has them.
-    VNNI INLINED void load_nibbles(const Halves& b, int at) {
+    // To `of`, four registers with a group's sixteen bytes in each quarter. at: where a block has them.
+    VNNI INLINED void load_bytes(const Halves& b, int at) {
         const auto bytes = [&](int block) VNNI INLINED_LAMBDA {
             return sixteen_bytes(b.template block<Type>(block) + at);
         };
@@ -187,10 +187,14 @@ struct Nibbles : WholeGroups {
             of[i] = _mm512_inserti32x4(of[i], bytes(8 + i), 2);
             of[i] = _mm512_inserti32x4(of[i], bytes(12 + i), 3);
         }
+    }
+
+    VNNI INLINED void load_nibbles(const Halves& b, int at) {
+        load_bytes(b, at);
         split();
     }
 
-    // Splits four registers with a group's sixteen bytes in each quarter.
+    // Splits those registers.
     VNNI INLINED void split() {
         __m512i rows[4] = {of[0], of[1], of[2], of[3]};
         unpack_four(rows);
@@ -288,22 +292,67 @@ struct Sixteen<Iq4Nl> : Nibbles<Iq4Nl> {
     }
 };
 
+// As `mxfp4_scale`.
+VNNI INLINED __m512 mxfp4_scales(__m512i e) {
+    const __m512i usual = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+    return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(
+        usual, _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2)), _mm512_set1_epi32(0x00200000),
+        e));
+}
+
 template <>
 struct Sixteen<Mxfp4> : Nibbles<Mxfp4> {
     static constexpr int ZERO = MXFP4_ZERO;
 
     VNNI INLINED void load(const Halves& b) {
-        // As `mxfp4_scale`. Every other block begins with the upper byte of a word.
+        // Every other block begins with the upper byte of a word.
         const __m512i words = _mm512_cvtepu16_epi32(words_of_blocks<Mxfp4, 0>(b));
-        const __m512i e = _mm512_and_si512(
-            _mm512_mask_srli_epi32(words, 0xaaaa, words, 8), _mm512_set1_epi32(255));
-        const __m512i usual =
-            _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
-        scale = _mm512_castsi512_ps(_mm512_mask_sllv_epi32(
-            usual, _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2)),
-            _mm512_set1_epi32(0x00200000), e));
+        scale = mxfp4_scales(_mm512_and_si512(
+            _mm512_mask_srli_epi32(words, 0xaaaa, words, 8), _mm512_set1_epi32(255)));
         load_nibbles(b, 1);
         look_up(MXFP4_TABLE);
+    }
+};
+
+// A type whose bytes are looked up in whole registers (AVX512-VBMI): by six bits in one register, so
+// that nothing need be cleared above four, and by seven in two. In inline assembler, since a function
+// can be compiled for VBMI only where all that it is inlined into is.
+template <class Type>
+struct WithVbmi : Type {};
+
+VNNI INLINED __m512i bytes_looked_up(__m512i numbers, __m512i table) {
+    __m512i found;
+    asm("vpermb %2, %1, %0" : "=v"(found) : "v"(numbers), "v"(table));
+    return found;
+}
+
+// In the lowest byte of each lane that `lanes` has what 128 bytes have at `places`; else 0.
+VNNI INLINED __m512i bytes_found(const u8* from, __m512i places, __mmask64 lanes) {
+    __m512i found = _mm512_loadu_si512(from);
+    asm("vpermt2b %2, %1, %0%{%3%}%{z%}"
+        : "+v"(found)
+        : "v"(places), "v"(_mm512_loadu_si512(from + 64)), "Yk"(lanes));
+    return found;
+}
+
+template <>
+struct Sixteen<WithVbmi<Mxfp4>> : Nibbles<Mxfp4> {
+    static constexpr int ZERO = MXFP4_ZERO;
+
+    VNNI INLINED void load(const Halves& b) {
+        constexpr __mmask64 LOWER = 0x11111111, UPPER = LOWER << 32;
+        const __m512i places = _mm512_setr_epi32(
+            0, 17, 34, 51, 68, 85, 102, 119, 0, 17, 34, 51, 68, 85, 102, 119);
+        scale = mxfp4_scales(_mm512_or_si512(
+            bytes_found(b.first, places, LOWER), bytes_found(b.second, places, UPPER)));
+        load_bytes(b, 1);
+        __m512i rows[4] = {of[0], of[1], of[2], of[3]};
+        unpack_four(rows);
+        const __m512i values = _mm512_broadcast_i32x4(sixteen_bytes(MXFP4_TABLE.bytes));
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            of[i] = bytes_looked_up(rows[i], values);
+            of[4 + i] = bytes_looked_up(_mm512_srli_epi16(rows[i], 4), values);
+        }
     }
 };
 

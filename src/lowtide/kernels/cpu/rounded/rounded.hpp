@@ -2,10 +2,14 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "packed/block_types.hpp"
 #include "rounded/int8_avx2.hpp"
 #include "rounded/int8_few_rows.hpp"
 #include "rounded/int8_many_rows.hpp"
+
+extern "C" int lowtide_has_vbmi();  // of processor.cpp
 
 namespace lowtide {
 
@@ -33,6 +37,20 @@ void round_for(int variant, const bf16* x, long num_k, Line* out) {
     });
 }
 
+#ifdef HAS_VNNI
+
+// Any number of rows by VNNI of AVX-512, a few at a time.
+template <class Type>
+void multiply_by_vnni(int variant, const RoundedProduct& p) {
+    if constexpr (std::is_same_v<Type, ggml::Mxfp4>) {
+        static const bool has_vbmi = lowtide_has_vbmi() != 0;
+        if (has_vbmi) return multiply_by_few_rows<ggml::WithVbmi<Type>>(variant, p);
+    }
+    multiply_by_few_rows<Type>(variant, p);
+}
+
+#endif
+
 // Any number of rows, of which chunk is the first 16.
 template <class Type>
 void multiply_rounded(int variant, const RoundedProduct& p, const Chunk& chunk) {
@@ -43,7 +61,7 @@ void multiply_rounded(int variant, const RoundedProduct& p, const Chunk& chunk) 
 #if defined(HAS_DOT_PRODUCTS)
             done = multiply_many_rows<Type>(variant, p, chunk);
 #endif
-            return multiply_by_few_rows<Type>(variant, p.rows(done, p.num_rows - done));
+            return multiply_by_vnni<Type>(variant, p.rows(done, p.num_rows - done));
         }
 #endif
     for (long done = 0; done < p.num_rows; done += MOST_ROUNDED) {

@@ -1,3 +1,3 @@
-#include "packed/block_products.hpp"
+#include "packed/mxfp4_products.hpp"
 
 BLOCK_TYPE(MXFP4, lowtide::ggml::Mxfp4)
