@@ -226,6 +226,9 @@ def test_commands() -> None:
     assert "experts: 1,000 uses, 75.0% of them found in memory, 1.0 GiB read from disk" in said
     talk.llm.config.experts = None
     assert "experts" not in talk.says("/stats")
+    ahead = {**talk.llm.stats(), "num_ahead": 1200, "num_late": 30, "num_wasted": 4}
+    told = "1,204 experts read ahead: 1,200 used (30 of them late), 4 dropped"
+    assert told in stats_text(ahead, False) and "ahead" not in said
     assert stats_text({"forwards": 0, "hit_rate": math.nan}, True) == "nothing yet"
     talk.says("/set temperature 0.5", "/set parameter stop x", "/set top-k 4", "/set steps 3", "a")
     params = talk.llm.asked[-1][1]

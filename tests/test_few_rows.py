@@ -40,6 +40,7 @@ from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth, write_checkpoint
 from lowtide.models.decoder import Decoder
+from lowtide.policies.reads_ahead import AheadTrial
 
 AT_ONCE = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe", "minimax_m2"),
@@ -258,6 +259,30 @@ def check_poisoned(
     with opened(path, share, **options) as engine:
         assert isinstance(engine.model.compute.workspace, PoisonedWorkspace)
         assert are_equal(decoded(engine, 2), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe_lite"])
+def test_reads_ahead_change_no_bit_and_evict_nobody(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """With and without a shared expert, and behind a dense layer."""
+    found, counts = [], []
+    for is_on in (False, True):
+        both = property(lambda self, is_on=is_on: is_on, lambda self, value: None)
+        monkeypatch.setattr(AheadTrial, "is_on", both, raising=False)
+        with opened(folders[family], 0.3, policy="lru") as engine:
+            if not engine.experts.host.transfer.compiled.is_direct:
+                pytest.skip("this disk has no direct reads")
+            found.append([row for _ in range(6) for row in decoded(engine, 1)])
+            counts.append(engine.as_dict())
+    assert are_equal(*found)
+    off, on = counts
+    assert off["num_ahead"] == off["num_late"] == off["num_wasted"] == 0
+    assert on["num_ahead"] > 0 and on["num_late"] <= on["num_ahead"]
+    for name in ("num_hits", "num_misses", "num_admitted", "num_evicted"):
+        assert on[name] == off[name], name
+    if not on["num_wasted"]:
+        assert on["read_bytes"] == off["read_bytes"]
 
 
 def test_all_layers_are_one_call_where_no_policy_is_asked(

@@ -341,6 +341,9 @@ def test_the_model_and_the_state_are_told(client, running) -> None:
         "kv_cache_usage_perc",
         "generation_tokens_total",
         "expert_cache_hits_total",
+        "expert_reads_ahead_used_total",
+        "expert_reads_ahead_late_total",
+        "expert_reads_ahead_dropped_total",
     ):
         assert f"lowtide:{name}" in told
 

@@ -151,6 +151,7 @@ void check_attention(const Library& kernels);
 void check_router(const Library& kernels);
 void check_layers(const Library& kernels);
 void check_reader(const Library& kernels);
+void check_foresight();
 void check_residency(const Library& kernels);
 void check_team(const Library& kernels);
 void check_quantised(const Library& kernels);

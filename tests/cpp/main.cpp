@@ -24,6 +24,7 @@ int main(int num_arguments, char** arguments) {
     check_quantised(kernels);
     check_layers(kernels);
     check_reader(kernels);
+    check_foresight();
     check_residency(kernels);
     check_blocks(kernels);
     check_rounded_rows(kernels);

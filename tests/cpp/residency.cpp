@@ -196,6 +196,23 @@ long count_taken(const OwnResidency& own) {
     return num_taken;
 }
 
+// Counts of guesses, which a residency has beside it.
+class OwnForesight {
+   public:
+    OwnForesight(const Library& kernels, long num_layers)
+        : close_(kernels.function<void(lowtide::Foresight*)>("lowtide_close_foresight")),
+          foresight(kernels.function<lowtide::Foresight*(long)>("lowtide_open_foresight")(num_layers)
+          ) {}
+    ~OwnForesight() { close_(foresight); }
+    OwnForesight(const OwnForesight&) = delete;
+
+   private:
+    void (*close_)(lowtide::Foresight*);
+
+   public:
+    lowtide::Foresight* const foresight;
+};
+
 enum Reads { OF_LIBRARY, OF_OTHERS, OF_OTHERS_THAT_FAIL };
 
 struct Case {
@@ -213,10 +230,12 @@ class Residents {
     Residents(const Library& kernels, const Model& model, const Case& given)
         : calls_(kernels), run_(kernels), model_(model), case_(given), checkpoint_(model.experts),
           own_(NUM_LAYERS, NUM_EXPERTS, random_owners()),
+          foresight_(kernels, NUM_LAYERS),
           reader_(calls_, checkpoint_,
                   {long(own_.owner.size()), long(model.experts[0].size()), 4096, 2, false}) {
         Residency& r = own_.residency;
         r.readiness = reader_.readiness;
+        r.foresight = foresight_.foresight;
         r.reader = given.reads == OF_LIBRARY ? reader_.reader : nullptr;
         r.wait_limit_s = given.reads == OF_LIBRARY && below(2) ? LONG_S : 0.0003;
         r.reads_ahead = below(2);
@@ -406,6 +425,7 @@ class Residents {
     const Checkpoint checkpoint_;
     long rooms_[NUM_LAYERS];
     OwnResidency own_;
+    const OwnForesight foresight_;
     OwnReader reader_;
     std::int64_t clock_ = 7;
     const std::vector<double> worth_ = {0, 0.9, 1.3, 1.7};

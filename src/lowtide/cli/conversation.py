@@ -14,6 +14,7 @@ from rich.console import Console
 from lowtide.cli.answer import Answer, ask_showing, cut_line, make_view
 from lowtide.cli.line_editor import LineEditor, without_echo
 from lowtide.cli.options import OPTIONS
+from lowtide.cli.report import reads_ahead_text
 from lowtide.cli.screen import printable
 from lowtide.cli.turns import Turns
 from lowtide.config import format_size
@@ -357,6 +358,8 @@ def stats_text(stats: Mapping[str, Any], has_experts: bool) -> str:
             f"experts: {num_used:,} uses, {stats['hit_rate']:.1%} of them found in memory, "
             f"{format_size(stats['read_bytes'])} read from disk"
         )
+    if ahead := reads_ahead_text(stats):
+        lines.append(ahead)
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
@@ -96,8 +96,21 @@ def _costs(
     hit_rate = stats.get("hit_rate")
     if isinstance(hit_rate, int | float) and math.isfinite(hit_rate):
         yield f"hit rate {hit_rate:.0%}"
+    if ahead := reads_ahead_text(stats):
+        yield ahead
     if not usage.formats.is_own:
         yield f"formats: {usage.formats}"
+
+
+def reads_ahead_text(stats: Mapping[str, Any]) -> str:
+    """Describe the experts that the host read before a layer asked; empty if there were none."""
+    num_used, num_dropped = stats.get("num_ahead", 0), stats.get("num_wasted", 0)
+    if not num_used + num_dropped:
+        return ""
+    return (
+        f"{num_used + num_dropped:,} experts read ahead: {num_used:,} used "
+        f"({stats.get('num_late', 0):,} of them late), {num_dropped:,} dropped"
+    )
 
 
 def speed(num_tokens: int, generation_s: float) -> float:

@@ -27,7 +27,7 @@ from lowtide.experts.stats import ExpertStats
 from lowtide.experts.transfer import DiskTransfer
 from lowtide.kernels.cpu.library import struct
 from lowtide.kernels.cpu.reader import Readiness
-from lowtide.kernels.cpu.residency import LayerExperts
+from lowtide.kernels.cpu.residency import Foresight, LayerExperts
 from lowtide.kernels.layer_parts import Status
 from lowtide.policies.ranks import Ranks
 from lowtide.policies.reads_ahead import AheadTrial
@@ -61,7 +61,8 @@ class CompiledResidents:
         self._readiness = (
             Readiness(library, ledger.num_slots) if compiled is None else compiled.readiness
         )
-        num_experts = ledger.table.shape[1]
+        num_layers, num_experts = ledger.table.shape
+        self._foresight = Foresight(library, num_layers)
         self._asked: IntArray = np.zeros((num_experts, 3), np.int64)
         self._tickets: dict[int, Ticket] = {}  # by slot: of reads that Python does
         self._read_bytes: deque[int] = deque()  # of each that has ended
@@ -78,6 +79,7 @@ class CompiledResidents:
         self._struct.hits, self._struct.asked = _address(hits), _address(self._asked)
         self._struct.readiness = self._readiness.address
         self._struct.reader = None if compiled is None else compiled.address
+        self._struct.foresight = self._foresight.address
         self._struct.wait_limit_s = INTERRUPT_POLL_S
         self.address = ctypes.addressof(self._struct)
 

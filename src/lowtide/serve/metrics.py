@@ -22,6 +22,9 @@ _ENGINE_COUNTERS = {
     "num_evicted": ("expert_evictions", "Experts that gave up their place."),
     "read_bytes": ("expert_read_bytes", "Bytes of experts read from disk."),
     "wait_s": ("expert_wait_seconds", "Seconds that a pass waited for reads."),
+    "num_ahead": ("expert_reads_ahead_used", "Experts that a pass used, read ahead of its demand."),
+    "num_late": ("expert_reads_ahead_late", "Those of them that a pass waited for all the same."),
+    "num_wasted": ("expert_reads_ahead_dropped", "Experts read ahead that no pass asked for."),
     "forwards": ("forward_passes", "Passes that read prompts or write answers."),
     "generation_s": ("forward_seconds", "Seconds in these passes."),
 }

@@ -14,11 +14,22 @@ from lowtide.kernels.layer_parts import Status
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "open_foresight": (_P, _LONG),
+    "close_foresight": (None, _P),
     "open_experts": (_P,),
     "close_experts": (None, _P),
     "begin_experts": (None, _P, _P, _LONG, _P, _P, _P),
     "advance_experts": (_INT, _P),
 }
+
+
+class Foresight:
+    """Counts of a compiled pass's guesses of coming layers' demand (foresight.hpp)."""
+
+    def __init__(self, library: ctypes.CDLL, num_layers: int) -> None:
+        functions = functions_of(library, _FUNCTIONS)
+        self.address: int = functions["open_foresight"](num_layers)
+        weakref.finalize(self, functions["close_foresight"], self.address).atexit = False
 
 
 class LayerExperts:

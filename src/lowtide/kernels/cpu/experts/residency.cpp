@@ -11,7 +11,7 @@ void LayerExperts::begin(
     Residency& residency, long layer, const ExpertCall& call, const std::int64_t* experts,
     const float* weights
 ) {
-    r_ = &residency, layer_ = layer, call_ = call, weights_ = weights;
+    r_ = &residency, layer_ = layer, call_ = call, experts_ = experts, weights_ = weights;
     is_present_run_ = is_summed_ = false;
     present_.clear(), leaving_after_use_.clear(), waiting_.clear(), pending_.clear();
 
@@ -24,32 +24,30 @@ void LayerExperts::begin(
         ++demand_.back().num_rows;
     }
 
+    if (r_->foresight != nullptr)
+        r_->foresight->learn(layer_, [&](long expert) {
+            return std::any_of(demand_.begin(), demand_.end(),
+                               [=](const Demand& demand) { return demand.expert == expert; });
+        });
+
     std::vector<char> is_admitted(r_->num_experts, 0);
-    std::vector<std::int64_t> slots;
+    slots_.clear();
     long num_absent = 0;
     for (const Demand& demand : demand_) {
-        slots.push_back(table()[demand.expert]);
-        num_absent += slots.back() < 0;
+        slots_.push_back(table()[demand.expert]);
+        num_absent += slots_.back() < 0;
     }
     admit(is_admitted);  // who leaves may be computed yet
     reap_dropped();
     r_->num_hits += static_cast<long>(demand_.size()) - num_absent;
     r_->num_misses += num_absent;
-    if (num_absent == 0) {
-        call.run(call.variant, call.num_threads, call.types, call.x, experts, weights, slots.data(),
-                 &call.places, call.parts, call.gate, call.up, call.out, call.num_rows,
-                 call.num_chosen, call.hidden, call.width);
-        for (long expert : leaving_after_use_) evict(expert);
-        is_present_run_ = is_summed_ = true;
-        drop_ahead();
-        return;
-    }
-    SortedPairs sorted(call.x, experts, slots.data(), call.parts, call.num_rows, call.num_chosen,
+    if (num_absent == 0) return drop_ahead();
+    SortedPairs sorted(call.x, experts, slots_.data(), call.parts, call.num_rows, call.num_chosen,
                        call.hidden);
     row_of_ = std::move(sorted.row_of);
     for (std::size_t i = 0; i < demand_.size(); ++i) {
         const long expert = demand_[i].expert;
-        if (slots[i] >= 0) present_.push_back(sorted.groups[i]);
+        if (slots_[i] >= 0) present_.push_back(sorted.groups[i]);
         else claim({expert, -1, sorted.groups[i], is_admitted[expert] != 0});
     }
     drop_ahead();
@@ -167,7 +165,8 @@ void LayerExperts::free_slot(long slot) {
 Status LayerExperts::advance() {
     if (is_summed_) return DONE;
     if (r_->num_asked > 0) return READS;
-    if (!is_present_run_) run_present();
+    run_present();
+    if (is_summed_) return DONE;
     while (!waiting_.empty() || !pending_.empty()) {
         start_reads();
         if (r_->num_asked > 0) return READS;
@@ -211,16 +210,31 @@ void LayerExperts::start_read(long layer, long expert, long slot) {
     r_->read_bytes += r_->reader->num_bytes(number);
 }
 
-bool LayerExperts::can_read_ahead() const {
-    return r_->reads_ahead && r_->reader != nullptr && waiting_.empty() && r_->free_state[1] > 0;
+bool LayerExperts::foresees(Residency& residency, long layer, Known known, long k) {
+    r_ = &residency;
+    return r_->reads_ahead && r_->reader != nullptr && waiting_.empty() &&
+           r_->foresight->is_wanted(layer, known, k);
 }
 
-void LayerExperts::read_ahead(long layer, const std::int64_t* experts, long count) {
-    std::vector<std::int64_t> distinct(experts, experts + count);
-    std::sort(distinct.begin(), distinct.end());
-    distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
-    for (long expert : distinct) {
-        if (r_->table[layer * r_->num_experts + expert] >= 0) continue;
+void LayerExperts::expect(
+    long layer, Known known, const std::int64_t* experts, const float* weights, long num_rows, long k
+) {
+    const std::int64_t* const slots = r_->table + layer * r_->num_experts;
+    std::vector<long> wanted = r_->foresight->guess(
+        layer, known, experts, weights, num_rows, k, [=](long expert) { return slots[expert] < 0; });
+    std::vector<Ahead> begun;
+    for (const Ahead& ahead : ahead_) {
+        const auto found = std::find(wanted.begin(), wanted.end(), ahead.expert);
+        if (ahead.layer == layer && found == wanted.end()) {
+            drop(ahead);
+            continue;
+        }
+        begun.push_back(ahead);
+        if (ahead.layer == layer) wanted.erase(found);
+    }
+    ahead_.swap(begun);
+    reap_dropped();
+    for (long expert : wanted) {
         if (r_->free_state[1] == 0) return;
         const long slot = take_slot();
         start_read(layer, expert, slot);
@@ -228,14 +242,17 @@ void LayerExperts::read_ahead(long layer, const std::int64_t* experts, long coun
     }
 }
 
+// Gives up a read ahead.
+void LayerExperts::drop(const Ahead& ahead) {
+    ++r_->num_wasted;
+    r_->read_bytes -= r_->reader->cancel(ahead.slot);
+    dropped_.push_back(ahead);
+}
+
 // Drops reads ahead that no layer has claimed.
 void LayerExperts::drop_ahead() {
-    for (const Ahead& ahead : ahead_) {
-        if (ahead.layer < 0) continue;  // claimed
-        ++r_->num_wasted;
-        r_->read_bytes -= r_->reader->cancel(ahead.slot);
-        dropped_.push_back(ahead);
-    }
+    for (const Ahead& ahead : ahead_)
+        if (ahead.layer >= 0) drop(ahead);
     ahead_.clear();
     reap_dropped();
 }
@@ -247,6 +264,7 @@ Status LayerExperts::end_pass() {
         const Status status = await_dropped();
         if (status != DONE) return status;
     }
+    if (r_->foresight != nullptr) r_->foresight->end_pass();
     r_ = nullptr;  // the next pass may be told another
     return DONE;
 }
@@ -271,9 +289,34 @@ void LayerExperts::reap_dropped() {
 }
 
 void LayerExperts::run_present() {
-    if (!present_.empty()) run(present_);
-    for (long expert : leaving_after_use_) evict(expert);
+    if (is_present_run_) return;
     is_present_run_ = true;
+    if (waiting_.empty() && pending_.empty()) {
+        const ExpertCall& c = call_;
+        c.run(c.variant, c.num_threads, c.types, c.x, experts_, weights_, slots_.data(), &c.places,
+              c.parts, c.gate, c.up, c.out, c.num_rows, c.num_chosen, c.hidden, c.width);
+        is_summed_ = true;
+    } else if (!present_.empty()) {
+        run(present_);
+    }
+    for (long expert : leaving_after_use_) evict(expert);
+}
+
+const float* LayerExperts::sum_present() {
+    if (is_summed_) return call_.out;
+    std::vector<float> weights(weights_, weights_ + row_of_.size());
+    std::vector<char> is_absent(row_of_.size(), 0);
+    const auto note = [&](const Arrival& arrival) {
+        std::fill_n(is_absent.begin() + arrival.group.first, arrival.group.num_rows, 1);
+    };
+    std::for_each(waiting_.begin(), waiting_.end(), note);
+    std::for_each(pending_.begin(), pending_.end(), note);
+    for (std::size_t pair = 0; pair < weights.size(); ++pair)
+        if (is_absent[row_of_[pair]]) weights[pair] = 0;
+    const ExpertCall& c = call_;
+    combine(c.variant, c.parts, row_of_.data(), weights.data(), c.out, c.num_rows, c.num_chosen,
+            c.hidden);
+    return c.out;
 }
 
 void LayerExperts::run(const std::vector<Group>& groups) const {
@@ -341,6 +384,12 @@ void LayerExperts::sum() {
 }  // namespace lowtide
 
 extern "C" {
+
+lowtide::Foresight* lowtide_open_foresight(long num_layers) {
+    return new lowtide::Foresight(num_layers);
+}
+
+void lowtide_close_foresight(lowtide::Foresight* foresight) { delete foresight; }
 
 lowtide::LayerExperts* lowtide_open_experts() { return new lowtide::LayerExperts; }
 

@@ -10,6 +10,7 @@
 #include <deque>
 #include <vector>
 
+#include "experts/foresight.hpp"
 #include "experts/pairs.hpp"
 #include "team/reader.hpp"
 #include "signatures.hpp"
@@ -38,6 +39,7 @@ struct Residency {
     Reader* reader;  // null: Python reads
     double wait_limit_s;  // of one call
     long reads_ahead;  // whether to read what the next layer is expected to ask for
+    Foresight* foresight;  // null: nothing is read ahead
     // Counters of outcomes, never reset.
     long num_hits, num_misses, num_admitted, num_left_out, num_evicted, read_bytes;
     long num_ahead, num_late, num_wasted;  // reads ahead: used, of these not there in time; not used
@@ -74,6 +76,7 @@ struct ExpertCall {
 class LayerExperts {
  public:
     // experts, weights [num_rows, num_chosen], experts ascending in each row; must stay valid.
+    // Absent experts' reads begin.
     void begin(
         Residency& residency, long layer, const ExpertCall& call, const std::int64_t* experts,
         const float* weights
@@ -82,11 +85,22 @@ class LayerExperts {
     // Continues up to the sum.
     Status advance();
 
-    // True if all experts that this layer waits for are being read, and a further slot is free.
-    bool can_read_ahead() const;
+    // Computes the experts that need no read, unless they have been.
+    void run_present();
 
-    // Begins to read the absent experts that a coming layer is expected to demand.
-    void read_ahead(long layer, const std::int64_t* experts, long count);
+    // The sum as far as experts have been computed, in the memory of the sum.
+    const float* sum_present();
+
+    // False: nothing of a coming layer can be read now, or guesses are not wanted.
+    bool foresees(Residency& residency, long layer, Known known, long k);
+
+    // A coming layer's demand as its router guesses it, experts and weights [num_rows, k]. Begins
+    // to read the absent experts that are worth it, and gives up reads that an earlier guess began
+    // and this one does not confirm.
+    void expect(
+        long layer, Known known, const std::int64_t* experts, const float* weights, long num_rows,
+        long k
+    );
 
     // Ends the pass after the last layer; WAITS while a dropped read runs.
     Status end_pass();
@@ -107,6 +121,7 @@ class LayerExperts {
     };
 
     void claim(Arrival arrival);
+    void drop(const Ahead& ahead);
     void drop_ahead();
     Status await_dropped();
     void start_read(long layer, long expert, long slot);
@@ -118,7 +133,6 @@ class LayerExperts {
     long lowest(const std::vector<char>& has_left) const;
     void evict(long expert);
     void free_slot(long slot);
-    void run_present();
     void run(const std::vector<Group>& groups) const;
     void start_reads();
     Status take_arrivals();
@@ -131,7 +145,9 @@ class LayerExperts {
     Residency* r_ = nullptr;
     long layer_ = 0;
     ExpertCall call_{};
+    const std::int64_t* experts_ = nullptr;
     const float* weights_ = nullptr;
+    std::vector<std::int64_t> slots_;  // of each distinct expert
     std::vector<Demand> demand_;  // of each distinct expert, ascending
     std::vector<long> row_of_;
     std::vector<Group> present_;

@@ -47,6 +47,7 @@ ExpertCall expert_call(const Pass& p, const Layer& layer) {
 
 void run_shared(const Pass& p, const Layer& layer) {
     const Shared& shared = layer.shared;
+    if (shared.gate.num_outs == 0) return;
     const long hidden = layer.hidden, width = shared.gate.num_outs;
     multiply(p, p.mlp_input, hidden, shared.gate, p.shared_gate, width);
     multiply(p, p.mlp_input, hidden, shared.up, p.shared_up, width);
@@ -60,7 +61,6 @@ void run_shared(const Pass& p, const Layer& layer) {
 // What the experts gave is rounded before the shared one's output is added, and so is the sum.
 void add_mlp(const Pass& p, const Layer& layer) {
     const bool has_shared = layer.shared.gate.num_outs > 0;
-    if (has_shared) run_shared(p, layer);
     if (layer.experts.router == nullptr) return add(p, p.shared, layer.hidden);
     const long length = p.num_rows * layer.hidden;
     const float* routed = p.routed;
@@ -81,20 +81,22 @@ void begin_layer(const Pass& p, const Layer& layer, bool mixes) {
     normalise(p, layer.mlp_norm, p.mlp_input);
 }
 
-// Layers on their way: at the experts of `turn`, once these have begun.
+// Layers on their way.
 class LayersRun {
  public:
     // Goes on from where the last call ended; at the first layer after DONE.
     Status advance(const Turn* turns, long num_turns, bool mixes, Residency* residency) {
-        for (; turn_ < num_turns; ++turn_, has_begun_ = false) {
+        for (; turn_ < num_turns; ++turn_, stage_ = NOT_BEGUN) {
             const Turn& turn = turns[turn_];
-            if (!has_begun_) {
-                begin(turn, mixes, residency);
-                const bool has_experts = turn.layer->experts.router != nullptr;
-                if (has_experts && turn_ + 1 < num_turns) expect(*turn.pass, turns[turn_ + 1]);
-                has_begun_ = true;
+            const Turn* const next = turn_ + 1 < num_turns ? &turn + 1 : nullptr;
+            const bool has_experts = turn.layer->experts.router != nullptr;
+            if (stage_ == NOT_BEGUN) begin(turn, mixes, residency), stage_ = ROUTED;
+            if (stage_ == ROUTED) {
+                if (has_experts && residency->num_asked > 0) return READS;
+                compute_present(turn, next, residency);
+                stage_ = PRESENT_COMPUTED;
             }
-            if (turn.layer->experts.router != nullptr) {
+            if (has_experts) {
                 const Status status = experts_.advance();
                 if (status != DONE) return status;
             }
@@ -105,9 +107,11 @@ class LayersRun {
         return status;
     }
 
-    void reset() { turn_ = 0, has_begun_ = false, experts_ = LayerExperts(); }
+    void reset() { turn_ = 0, stage_ = NOT_BEGUN, experts_ = LayerExperts(); }
 
  private:
+    enum Stage { NOT_BEGUN, ROUTED, PRESENT_COMPUTED };
+
     void begin(const Turn& turn, bool mixes, Residency* residency) {
         const Pass& p = *turn.pass;
         const Layer& layer = *turn.layer;
@@ -120,26 +124,59 @@ class LayersRun {
                        weights_.data());
     }
 
-    // Reads ahead what the next layer's router makes of this layer's features, which is most of
-    // what it will ask for.
-    void expect(const Pass& p, const Turn& next) {
-        const Experts& e = next.layer->experts;
-        if (e.router == nullptr || !experts_.can_read_ahead()) return;
+    // Everything of the MLP that waits for no read, which the reads of absent experts go beside.
+    void compute_present(const Turn& turn, const Turn* next, Residency* residency) {
+        const bool has_experts = turn.layer->experts.router != nullptr;
+        expect(turn, next, residency, BEFORE_MLP);
+        if (has_experts) experts_.run_present();
+        run_shared(*turn.pass, *turn.layer);
+        expect(turn, next, residency, BEHIND_MLP);
+    }
+
+    // Reads ahead what the next layer's router makes of the rows as they are, its attention and
+    // what is absent here left out, which is most of what it will ask for.
+    void expect(const Turn& turn, const Turn* next, Residency* residency, Known known) {
+        if (next == nullptr || next->layer->experts.router == nullptr) return;
+        const Pass& p = *turn.pass;
+        const Experts& e = next->layer->experts;
+        if (!experts_.foresees(*residency, next->number, known, e.choice.num_chosen)) return;
+        const long length = p.num_rows * next->layer->hidden;
+        rows_.assign(p.x, p.x + length);
+        if (known == BEHIND_MLP) add_present(turn);
+        normed_.resize(length);
         logits_.resize(p.num_rows * e.choice.num_experts);
-        input_.resize(e.is_float32 ? p.num_rows * next.layer->hidden : 0);
+        input_.resize(e.is_float32 ? length : 0);
         expected_.resize(p.num_rows * e.choice.num_chosen);
         expected_weights_.resize(expected_.size());
         Pass own = p;
+        own.x = rows_.data(), own.mlp_input = normed_.data();
         own.logits = logits_.data(), own.router_input = input_.data();
-        route(own, *next.layer, expected_.data(), expected_weights_.data());
-        experts_.read_ahead(next.number, expected_.data(), static_cast<long>(expected_.size()));
+        normalise(own, next->layer->mlp_norm, own.mlp_input);
+        route(own, *next->layer, expected_.data(), expected_weights_.data());
+        experts_.expect(next->number, known, expected_.data(), expected_weights_.data(),
+                        p.num_rows, e.choice.num_chosen);
+    }
+
+    // What there is of the MLP's output, to `rows_`.
+    void add_present(const Turn& turn) {
+        const Layer& layer = *turn.layer;
+        const bool has_shared = layer.shared.gate.num_outs > 0;
+        const float* routed = layer.experts.router == nullptr ? nullptr : experts_.sum_present();
+        const bf16* shared = has_shared ? turn.pass->shared : nullptr;
+        for (std::size_t i = 0; i < rows_.size(); ++i) {
+            float x = widen(rows_[i]);
+            if (routed != nullptr) x += routed[i];
+            if (shared != nullptr) x += widen(shared[i]);
+            rows_[i] = round_bf16(x);
+        }
     }
 
     LayerExperts experts_;
     std::vector<std::int64_t> chosen_, expected_;
     std::vector<float> weights_, logits_, input_, expected_weights_;
+    std::vector<bf16> rows_, normed_;
     long turn_ = 0;
-    bool has_begun_ = false;
+    Stage stage_ = NOT_BEGUN;
 };
 
 }  // namespace
@@ -156,7 +193,10 @@ void lowtide_run_to_router(
 }
 
 // The rest, once the experts' sum is in `routed`.
-void lowtide_run_from_experts(const Layer* layer, const Pass* pass) { add_mlp(*pass, *layer); }
+void lowtide_run_from_experts(const Layer* layer, const Pass* pass) {
+    run_shared(*pass, *layer);
+    add_mlp(*pass, *layer);
+}
 
 LayersRun* lowtide_open_run() { return new LayersRun; }
 

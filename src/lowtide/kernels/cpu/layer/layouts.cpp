@@ -107,6 +107,7 @@ constexpr Field FIELDS[] = {
     FIELD(Residency, is_forced),
     FIELD(Residency, hits), FIELD(Residency, asked), FIELD(Residency, readiness),
     FIELD(Residency, reader), FIELD(Residency, wait_limit_s), FIELD(Residency, reads_ahead),
+    FIELD(Residency, foresight),
     FIELD(Residency, num_hits), FIELD(Residency, num_misses), FIELD(Residency, num_admitted),
     FIELD(Residency, num_left_out), FIELD(Residency, num_evicted), FIELD(Residency, read_bytes),
     FIELD(Residency, num_ahead), FIELD(Residency, num_late), FIELD(Residency, num_wasted),
