@@ -232,6 +232,7 @@ def _lanes(placement: str, scale: Scale) -> list[Lane]:
     def lossy(miss: str, rho: str) -> Lane:
         name = f"{'ours' if miss == 'late' else miss} rho {rho}"
         own = {"placement": placement, "miss": miss, "rho": rho, "max_mass": "off"}
+        own |= {"tae": "off", "beta": "off"}
         return Lane(name, BUDDYMOE, own)
 
     rhos = scale.rhos()

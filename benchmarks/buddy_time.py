@@ -45,10 +45,11 @@ NUM_LAYERS = 24
 """Of a pass: what a pass begins with is shared by them."""
 
 BUDDYMOE = "buddymoe"
+_UNGATED = {"k_max": "8", "tae": "off", "beta": "off"}
 LANES: Mapping[str, Mapping[str, str]] = {
-    "buddy": {"miss": "buddy", "k_max": "8", "max_mass": "off"},
-    "buddy, max_mass": {"miss": "buddy", "k_max": "8", "max_mass": "0.05"},
-    "late": {"miss": "late", "k_max": "8", "max_mass": "off"},
+    "buddy": {**_UNGATED, "miss": "buddy", "max_mass": "off"},
+    "buddy, max_mass": {**_UNGATED, "miss": "buddy", "max_mass": "0.05"},
+    "late": {**_UNGATED, "miss": "late", "max_mass": "off"},
 }
 TIERS = {"host alone": False, "beside a device": True}
 

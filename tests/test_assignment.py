@@ -139,7 +139,7 @@ def test_without_staging_nothing_is_fetched() -> None:
 
 
 def test_presets_that_need_a_staging_slot_are_those_that_fetch_everything() -> None:
-    setting = PolicyInputs([0], 4, make_costs(num_staging=0))
+    setting = PolicyInputs([0], 4, make_costs(num_staging=0), options={"miss": "wait"})
     for name in CATALOGUE:
         if fetches_all(name):
             with pytest.raises(PlanError, match="staging.*--gpu-memory"):

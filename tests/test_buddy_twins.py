@@ -239,7 +239,7 @@ def test_what_cannot_be_run_is_not_counted(compiled: CompiledBuddies, experts: o
         broken = asked._replace(weights=np.array([[1, np.nan]], np.float32))
         assert not account.move(0, asked, broken, 4)
         assert account.move(0, asked, asked, 4)
-        assert account.masses == ([0.0], [0.0]) and account.moved == ([[0]], [0])
+        assert account.masses == ([0.0], [0.0]) and account.moved == ([[0]], [0], [0])
 
 
 def test_weights_that_are_none_are_a_fault(compiled: CompiledBuddies) -> None:
@@ -250,7 +250,7 @@ def test_weights_that_are_none_are_a_fault(compiled: CompiledBuddies) -> None:
         own = twins.of_pass(np.zeros(1, np.int64), Masses([0.0], [0.0]), 1, None)
         with pytest.raises(InternalError, match="not finite"):
             twins.of_layer(LayerRules(0, lists, 2, 0))(facts, own)
-        assert own.moved == ([[0]], [0])
+        assert own.moved == ([[0]], [0], [0])
 
 
 def test_an_account_of_the_other_twins_is_refused(compiled: CompiledBuddies) -> None:

@@ -12,20 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buddy_cases import random_profile
+from buddy_cases import PLAIN, random_profile
+from buddy_cases import account as any_account
 from test_serve_service import hold_pass
 from torch import Tensor
 from whole import Observed, answer, residents, wait_until
 
 from lowtide import LLM, SamplingParams
 from lowtide.buddies import PassAccount
-from lowtide.core import Facts, RoutedTokens, RowKind
+from lowtide.core import Costs, Facts, RoutedTokens, RowKind
 from lowtide.decode.block_sequence import BlockSequence
 from lowtide.errors import NumericError, UsageError
 from lowtide.lab.simulation.host_alone import compare_alone
 from lowtide.lab.simulation.simulator import simulate
 from lowtide.llm import plan_model
 from lowtide.policies import catalogue
+from lowtide.policies.buddymoe import layer_rules
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options
 from lowtide.policies.reads_ahead import NEARLY_ALL
@@ -75,7 +77,8 @@ def profiled() -> Iterator[list[Seen]]:
         seen.append(Seen(made))
         return seen[-1]
 
-    catalogue.CATALOGUE["buddymoe"] = replace(plain, substitution=substitution)
+    there = replace(plain, substitution=substitution, check_buddies=lambda options, profile: None)
+    catalogue.CATALOGUE["buddymoe"] = there
     try:
         yield seen
     finally:
@@ -84,7 +87,7 @@ def profiled() -> Iterator[list[Seen]]:
 
 def open_half(device: str = "cpu", model: Path = MODEL, share: float = 0.5, **options: Any) -> LLM:
     """With a share of what there is between the least budget and everything."""
-    options = {"miss": "buddy", "max_mass": "off", **options}
+    options = {"max_mass": "off", "tae": "off", "beta": "off", **options}
     told: dict[str, Any] = {"device": device, "context": 128}
     told |= {"policy": "buddymoe", "policy_options": options}
     plan = plan_model(model, **told)
@@ -119,6 +122,76 @@ def test_bit_for_bit_where_nothing_may_be_replaced(
         ids, logits = answer(llm, PROMPT, PARAMS)
         assert llm.stats()["num_misses"] > 0
     assert ids == exact[0] and torch.equal(logits, exact[1])
+
+
+def test_without_a_profile_it_is_refused_with_the_command_that_makes_one() -> None:
+    """Before a weight is read, also where everything fits; `miss=wait` replaces nothing."""
+    given: dict[str, Any] = {"policy": "buddymoe", "context": 128}
+    with pytest.raises(UsageError, match="lowtide calibrate --buddies MODEL --text FILE"):
+        LLM(MODEL, device="cpu", **given)
+    with LLM(MODEL, device="cpu", policy_options={"miss": "wait"}, **given) as llm:
+        [completion] = llm.generate([PROMPT], PARAMS)
+    assert completion.usage.receipt is None
+    with profiled(), pytest.raises(UsageError, match="partitions=2 is for lowtide simulate"):
+        open_half(partitions="2")
+
+
+def test_named_by_itself_it_substitutes_within_its_bounds() -> None:
+    """The paper's gates and the bound on mass; on one device no partition is crossed."""
+    seen_all = []
+    told: dict[str, Any] = {"device": "cpu", "context": 128, "policy": "buddymoe"}
+    plan = plan_model(MODEL, **told)
+    budget = (plan.minimum_bytes + plan.full_bytes) // 2
+    with profiled() as seen, LLM(MODEL, host_memory=budget, **told) as llm:
+        for first in range(3, 30, 3):
+            params = replace(PARAMS, max_tokens=40)
+            [completion] = llm.generate([[first, *PROMPT]], params)
+            receipt = completion.usage.receipt
+            assert receipt is not None and receipt.moved_share <= 0.05 and receipt.num_hops == 0
+            seen_all.append(receipt.num_substituted)
+    assert seen and sum(seen_all) > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("eta", ["0.5", "50"])
+def test_psi_weighs_the_routers_logits_of_the_run(device: str, eta: str) -> None:
+    """What runs is what the plain twin answers to the same facts, logits included."""
+    options = {"eta": eta, "rho": "none", "max_mass": "off", "tae": "off", "beta": "off"}
+    num_replaced = num_by_list = 0
+    with profiled() as seen, open_half(device, **options) as llm:
+        [one] = seen
+        shape = llm.config.moe_shape
+        profile = random_profile(shape.num_layers, shape.num_experts, 2)
+        inputs = PolicyInputs(
+            [1] * shape.num_layers,
+            shape.num_experts,
+            Costs.unknown(1),
+            options=parse_options("buddymoe", options),
+            buddies=profile,
+        )
+        rules, inner = layer_rules(inputs, profile), one._inner
+
+        class Checked(CountedSubstitution):
+            def counted(self, facts: Facts, account: PassAccount) -> RoutedTokens | None:
+                nonlocal num_replaced, num_by_list
+                answered, asked = inner.counted(facts, account), facts.routing
+                assert asked is not None and asked.scores is not None
+                rule, num_rows = rules[facts.layer], len(asked.weights)
+                wanted = PLAIN.of_layer(rule)(facts, any_account(num_rows, shape.num_layers))
+                assert (answered is None) == (wanted is None)
+                if answered is not None and wanted is not None:
+                    assert np.array_equal(answered.experts, wanted.experts)
+                    by_list = rule._replace(eta=0.0, psi=None)
+                    other = PLAIN.of_layer(by_list)(facts, any_account(num_rows, shape.num_layers))
+                    num_replaced += 1
+                    num_by_list += other is not None and np.array_equal(
+                        other.experts, answered.experts
+                    )
+                return answered
+
+        one._inner = Checked()
+        llm.generate([PROMPT], PARAMS)
+    assert num_replaced > 0 and (eta != "50" or num_by_list < num_replaced)
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -277,7 +350,8 @@ def test_a_replay_decides_as_the_runtime_did(
     miss: str, device: str, placement: dict[str, str]
 ) -> None:
     """The same trace, capacity and costs: the same residents, answers and receipts."""
-    options = {"miss": miss, "rho": "none", "max_mass": "0.3", **placement}
+    options = {"miss": miss, "rho": "none", "max_mass": "0.3", "tae": "off", "beta": "off"}
+    options |= placement
     with profiled() as seen, open_half(device, **options) as llm:
         recorder = Recorder(llm, "m")
         with llm.observed(recorder):

@@ -33,6 +33,7 @@ def test_a_step_reads_the_absent_half_to_the_byte(model: Path, policy: str) -> N
             "budget_bytes": budget_of_share(plan, 0.5),
             "context": max(LENGTHS),
             "policy": policy,
+            "policy_options": {"miss": "wait"} if policy == "buddymoe" else {},
             "lengths": LENGTHS,
             "num_steps": 3,
         }

@@ -129,7 +129,7 @@ shares = st.one_of(st.sampled_from([0.0, 0.02, 1.0]), st.floats(0, 1))
 def test_no_preset_budget_or_prefetch_changes_a_bit(
     case: Case, policy: str, gpu_share: float, home_share: float, prefetch: int | None
 ) -> None:
-    options = {}
+    options = {"miss": "wait"} if policy == "buddymoe" else {}
     if prefetch is not None and "num_prefetch" in options_of(policy):
         options["num_prefetch"] = str(prefetch)
     try:

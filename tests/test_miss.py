@@ -238,7 +238,7 @@ def test_a_share_of_what_was_routed_may_be_moved() -> None:
 
 
 def setting(**options: str) -> PolicyInputs:
-    made = parse_options("buddymoe", {"miss": "buddy", **options})
+    made = parse_options("buddymoe", options)
     return PolicyInputs([4, 4], 8, Costs.unknown(10), options=made, buddies=random_profile(2, 8, 3))
 
 
@@ -259,7 +259,10 @@ def test_the_preset_takes_its_options() -> None:
         assert exact.substitution is None and not exact.asks_routing
     usual = rules_of()
     assert (usual.layer, usual.rho, usual.exact_kinds) == (1, 1, KEPT)
-    assert (usual.entropy, usual.margin, usual.beta) == (-1, np.inf, np.inf)
+    assert 0 < usual.entropy < 1 and (usual.margin, usual.beta) == (np.inf, 0.9)
+    for options in ({"miss": "late"}, {"tae": "off", "beta": "off"}):
+        ungated = rules_of(**options)
+        assert (ungated.entropy, ungated.margin, ungated.beta) == (-1, np.inf, np.inf)
     changed = rules_of(
         k_max="2", alpha="0.5", rho="none", beta="0.9", tae="10", margin="0.5", in_prefill="true"
     )
@@ -313,7 +316,7 @@ def test_options_that_cannot_be(options: dict[str, str], said: str) -> None:
 
 def test_what_is_missing_is_refused_by_name() -> None:
     for miss in ("buddy", "late"):
-        with pytest.raises(UsageError, match=f"miss={miss}.*calibrate --buddies"):
+        with pytest.raises(UsageError, match=f"miss={miss}.*calibrate --buddies MODEL --text"):
             CATALOGUE["buddymoe"].policies_without_device(replace(setting(miss=miss), buddies=None))
     with pytest.raises(UsageError, match="another model"):
         CATALOGUE["buddymoe"].policies_without_device(

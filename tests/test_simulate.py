@@ -167,7 +167,7 @@ def test_every_preset_at_every_budget(seed: int, capacity: int, locality: float)
     )
     known = calibrate(trace)
     setting = PolicyInputs([capacity] * 3, 16, FIXED, known.frequency, known.following).having(
-        tau=FollowDrift()
+        tau=FollowDrift(), miss="wait"
     )
     reports = compare(trace, presets, setting)
     activated = int((trace.hits() > 0).sum())
@@ -186,7 +186,7 @@ def test_every_preset_at_every_budget(seed: int, capacity: int, locality: float)
 
 def test_replays_are_repeatable() -> None:
     trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=3)
-    setting = make_setting(trace, 5)
+    setting = make_setting(trace, 5).having(miss="wait")
     for preset in presets:
         first, again = simulate(trace, preset, setting), simulate(trace, preset, setting)
         assert first.as_dict() == again.as_dict()
@@ -211,7 +211,8 @@ def test_locality_is_what_tide_lives_on() -> None:
 def test_lowtide_is_not_behind_the_others(capacity: int) -> None:
     shape = MoEShape(2, 64, 4, 2048, 512)
     trace = synth_trace(FULL, num_blocks=4, steps_per_block=10, locality=0.97)
-    setting = PolicyInputs([capacity] * 2, 64, load_profile("a100-40gb").costs(shape))
+    costs = load_profile("a100-40gb").costs(shape)
+    setting = PolicyInputs([capacity] * 2, 64, costs, options={"miss": "wait"})
     others = sorted(CATALOGUE.keys() - {"resident", "lowtide"})
     ours, *rest = compare(trace, ["lowtide", *others], setting)
     rest.append(simulate(trace, "hybrimoe", setting.having(by_greedy=True)))

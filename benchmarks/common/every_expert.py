@@ -28,13 +28,14 @@ class _Step(NamedTuple):
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Run steps of one sequence at each length: a task of `common.worker`.
 
-    settings: model, budget_bytes, context, policy, lengths (tokens of one sequence), num_steps of
-    each length.
+    settings: model, budget_bytes, context, policy (and its policy_options), lengths (tokens of one
+    sequence), num_steps of each length.
     """
     options = EngineConfig(
         host_memory=settings["budget_bytes"],
         context=settings["context"],
         policy=settings["policy"],
+        policy_options=settings.get("policy_options", {}),
     )
     drop_pages([Path(settings["model"])])
     with loaded_engine(settings["model"], options) as engine:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import Assignment, Facts, FloatArray, IntArray, Left, RoutedTokens, WeightArray
+from lowtide.errors import InternalError
 
 NOT_FINITE = "A substitution answered weights that are not finite."
 
@@ -28,6 +29,25 @@ class LayerRules(NamedTuple):
     entropy: float = -1.0  # of a token, at most this: it keeps its experts; below 0: no gate
     margin: float = np.inf  # between its two best weights, at least this: it keeps its experts
     beta: float = np.inf  # absent share of the experts asked for from which the layer keeps all
+    temperature: float = 1.0  # that entropies are smoothed with
+    # Psi (Eq. 3): the lists are in the order of its constant part, `psi` [num_experts, length].
+    eta: float = 0.0  # weight of a token's own logits; 0: the lists' order is all
+    psi: FloatArray | None = None  # where `eta` is not 0
+    partition: IntArray | None = None  # [num_experts] each expert's device; None: all on one
+
+
+def compatibility(routing: RoutedTokens, eta: float) -> FloatArray:
+    """Return Psi's factor of local compatibility, 1 + eta * z, [tokens, num_experts].
+
+    z is the router's logit of an expert for a token, normalised by a softmax over all experts.
+    Raises InternalError for a routing without logits.
+    """
+    if routing.scores is None:
+        raise InternalError("Psi with eta weighs the router's logits, and the facts lack them.")
+    scores = routing.scores.astype(np.float64)
+    exp = np.exp(scores - scores.max(axis=1, keepdims=True))
+    factor: FloatArray = 1.0 + eta * (exp / exp.sum(axis=1, keepdims=True))
+    return factor
 
 
 class Waits(NamedTuple):
@@ -56,6 +76,7 @@ class Moved(NamedTuple):
 
     pairs: list[list[int]]  # [layers][owners]
     tokens: list[int]  # [owners], each counted in the first layer that affects it
+    hops: list[int]  # [owners], partitions that substitutions crossed; 0 on one device
 
 
 class PassAccount(Protocol):

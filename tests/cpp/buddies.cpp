@@ -7,8 +7,8 @@ namespace driver {
 namespace {
 
 using Substitute = long(const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long,
-                        long, const std::uint8_t*, const double*, const Account*, const Queues*,
-                        std::int64_t*, float*);
+                        long, const std::uint8_t*, const double*, const double*, const Account*,
+                        const Queues*, std::int64_t*, float*);
 using Balance = void(const std::int64_t*, const std::int64_t*, const std::uint8_t*, const double*,
                      const double*, const double*, long, double, double, std::int64_t*,
                      std::int64_t*);
@@ -48,8 +48,13 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     for (auto& each : owner) each = below(num_owners);
     const auto lists = buddy_lists(num_experts, length, num_experts);
     const bool gates = has & 1;
+    std::vector<double> psi(lists.size()), compatible(num_tokens * num_experts);
+    for (double& each : psi) each = 0.1 * below(5);
+    for (double& each : compatible) each = 1.0 + 0.5 * below(3);
+    const bool has_psi = has & 2;
     const Rules rules = {lists.data(), num_experts, length, 1, 2, 2, gates ? 0.4 : -1.0,
-                         gates ? 0.3 : INFINITY, 2.0};
+                         gates ? 0.3 : INFINITY, 2.0, gates ? 0.8 : 1.0,
+                         has_psi ? psi.data() : nullptr};
     const Queues queues = {has & 8 ? queue_of.data() : nullptr, host_s.data(), {0, 1e-3},
                            {1e-3, 2e-3}, 1.5e-3};
     for (const Queues* waits : {static_cast<const Queues*>(nullptr), &queues}) {
@@ -63,7 +68,8 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
         Floats out_weights(num_pairs, -1.0f);
         const long num_moved = substitute(
             &rules, experts.data(), weights.data(), kinds.data(), num_tokens, k, is_here.data(),
-            has & 2 ? arriving_s.data() : nullptr, &book, waits, out.data(), out_weights.data());
+            has & 2 ? arriving_s.data() : nullptr, has_psi ? compatible.data() : nullptr, &book,
+            waits, out.data(), out_weights.data());
         const std::int64_t* pairs = pairs_moved.data() + num_owners;
         expect(pairs[0] + pairs[1] == num_moved, "pairs moved", num_tokens, k, has);
         std::vector<double> left(num_owners);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lowtide.policies.buddy_profile import DEFAULT_ALPHA, BuddyProfile
+from lowtide.policies.buddy_profile import BuddyProfile
 
 TOP_PEERS = 4
 ENTROPY_PERCENTILES = (10, 20)
@@ -14,20 +14,22 @@ ENTROPY_PERCENTILES = (10, 20)
 class LayerReport(NamedTuple):
     """Summary of one MoE layer's buddies; means are over experts that were seen."""
 
-    reaches_alpha: float  # peers that cover the default alpha
+    reaches_alpha: float  # peers that cover the layer's alpha
     list_length: float  # of them in the list, which the default `k_max` cuts
     num_unseen: int  # experts that no token chose: they have no buddies
     top_peers: float  # share of an expert's co-activations with its 4 foremost peers
     concentration: float
     affinity: float  # nats
     entropy: tuple[float, ...]  # TAE at `ENTROPY_PERCENTILES`
+    alpha: float
 
 
 def layer_reports(profile: BuddyProfile) -> list[LayerReport]:
-    num_peers, lengths = profile.peers_that_cover(DEFAULT_ALPHA), (profile.lists() >= 0).sum(axis=2)
+    num_peers, lengths = profile.peers_that_cover(), (profile.lists() >= 0).sum(axis=2)
     concentration, affinity = profile.concentration(), profile.affinity()
     tops = profile.top_peers(TOP_PEERS)
     entropies = [profile.entropy_threshold(each) for each in ENTROPY_PERCENTILES]
+    alphas = profile.alpha_of_layers()
     return [
         LayerReport(
             reaches_alpha=float(num_peers[layer][is_seen].mean()),
@@ -37,6 +39,7 @@ def layer_reports(profile: BuddyProfile) -> list[LayerReport]:
             concentration=float(concentration[layer]),
             affinity=float(affinity[layer]),
             entropy=tuple(float(each[layer]) for each in entropies),
+            alpha=alphas[layer],
         )
         for layer, is_seen in enumerate(profile.activations > 0)
     ]

@@ -25,7 +25,7 @@ from lowtide.core import FloatArray, IntArray, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer
-from lowtide.lab.buddies import CoActivations, needed_tokens
+from lowtide.lab.buddies import AS_COUNTED, CoActivations, ProfileChoices, needed_tokens
 from lowtide.lab.input_squares import InputSquares
 from lowtide.lab.simulation.simulator import calibrate as count_activations
 from lowtide.layers.batch import KVRange, Segment
@@ -71,19 +71,20 @@ def calibrate(
     *,
     num_pieces: int = NUM_PIECES,
     buddies: bool = False,
+    choices: ProfileChoices = AS_COUNTED,
     inputs: bool = False,
     progress: Progress = no_progress,
 ) -> Calibration:
     """Calibrate `llm` on a text or on token ids.
 
-    model: the trace's model name. buddies: also make a buddy profile. inputs: also record experts'
-    inputs, which needs a model without a device. Raises UsageError for a text that is too short or
-    a model without a tokenizer, UnsupportedError for a model without experts, and as `LLM.generate`
-    does.
+    model: the trace's model name. buddies: also make a buddy profile, by `choices`. inputs: also
+    record experts' inputs, which needs a model without a device. Raises UsageError for a text
+    that is too short or a model without a tokenizer, UnsupportedError for a model without experts,
+    and as `LLM.generate` does.
     """
     llm.config.check_experts("A calibration is of experts")
     token_ids, shape = _token_ids(llm, text), TraceShape(*llm.config.moe_shape)
-    seen = CoActivations(shape) if buddies else None
+    seen = CoActivations(shape, choices) if buddies else None
     if seen is not None:  # checked first: a text long enough for buddies is so for everything
         check_length(shape, len(token_ids), num_pieces, _length(llm))
     learning, testing = split(llm, token_ids, num_pieces)

@@ -22,6 +22,20 @@ OPTIONS: tuple[Option, ...] = (
     _calibration(
         "buddies", "Also record which expert can stand in for which, for buddymoe.", False
     ),
+    _calibration(
+        "buddy_weights",
+        "Count the tokens of two experts by the lesser of the two weights.",
+        False,
+    ),
+    _calibration(
+        "buddy_temperature", "Temperature of a token's weights in buddymoe's entropy gate.", 1.0
+    ),
+    _calibration(
+        "buddy_alpha",
+        "Share of co-activations that buddies cover: one, one for each MoE layer (0.9,0.95), or "
+        "the first and the last layer's (0.99:0.9).",
+        kind=Kind.TEXT,
+    ),
     _simulation(
         "machine",
         "Hardware profile: rtx3090, a100-40gb, laptop-8gb, ... or a TOML file.",

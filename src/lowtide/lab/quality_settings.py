@@ -90,7 +90,7 @@ def grouped(settings: Sequence[QualitySetting]) -> Iterator[list[QualitySetting]
 
 def curve_settings(policy_options: Mapping[str, str]) -> list[QualitySetting]:
     """Return settings that replace from little to all of the replaceable router mass."""
-    options = {"miss": "buddy", **policy_options}
+    options = {"miss": "buddy", "tae": "off", "beta": "off", **policy_options}
     return [QualitySetting(BUDDYMOE, {**options, "max_mass": mass}) for mass in MASSES]
 
 
@@ -109,7 +109,7 @@ def opening_options(
         group,
         key=lambda setting: (
             substitutes(setting.policy, setting.policy_options),
-            asks_scores(setting.policy),
+            asks_scores(setting.policy, setting.policy_options),
         ),
     )
     options: dict[str, Any] = {**shared, **group[0].options}

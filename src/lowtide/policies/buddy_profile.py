@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,10 @@ from numpy.typing import NDArray
 from lowtide.core import FloatArray, IntArray, WeightArray
 from lowtide.errors import UsageError
 
-SMOOTHING = 1.0
+SMOOTHING = 1
 """Laplace's smoothing: added to the co-activations of every pair. The paper gives no value."""
+WEIGHT_UNIT = 1 << 20
+"""Weighted co-activations are whole numbers of this part of a token, so that sums are exact."""
 DEFAULT_ALPHA = 0.95
 DEFAULT_K_MAX = 16
 MAX_K_MAX = 64
@@ -81,10 +84,16 @@ class BuddyProfile:
     # [layers, tokens, k] weights of an even sample of tokens, descending and summing to 1
     sample: WeightArray
     curve: QualityCurve | None = None  # what `lowtide quality` measured
+    # [layers, experts, experts]: as `together`, each token by the lesser of its two weights, in
+    # `WEIGHT_UNIT`s; where they were asked for, q is theirs
+    weighted: IntArray | None = None
+    temperature: float = 1.0  # that smooths weights before their entropy is taken
+    alphas: FloatArray | None = None  # [layers] shares that buddies cover, where none is asked for
 
     def __post_init__(self) -> None:
         _check_shapes(self)
         _check_counts(self)
+        _check_choices(self)
 
     @property
     def num_layers(self) -> int:
@@ -107,49 +116,62 @@ class BuddyProfile:
                 "delete it or give another --calibration, and run lowtide calibrate --buddies."
             )
 
-    def lists(self, alpha: float = DEFAULT_ALPHA, k_max: int = DEFAULT_K_MAX) -> NDArray[np.int32]:
+    def lists(self, alpha: float | None = None, k_max: int = DEFAULT_K_MAX) -> NDArray[np.int32]:
         """Return every expert's buddies, best first, then -1: [layers, experts, length].
 
         The paper's cumulative frequency threshold (CFT, Eqs. 5 and 6): the shortest prefix of an
         expert's peers, sorted by q, that covers a share alpha of its co-activations, cut at
-        `k_max`. An expert that the calibration never saw has none.
+        `k_max`. An expert that the calibration never saw has none. Without alpha each layer has its
+        own, or the default.
         """
         peers, lengths = self._prefixes(alpha)
         width = min(k_max, peers.shape[2])
         is_listed = np.arange(width) < lengths[:, :, None]
         return np.where(is_listed, peers[:, :, :width], -1).astype(np.int32)
 
-    def peers_that_cover(self, alpha: float) -> IntArray:
+    def alpha_of_layers(self, alpha: float | None = None) -> list[float]:
+        """Return the share that buddies cover in each layer: `alpha`, or the profile's own."""
+        if alpha is None and self.alphas is not None:
+            return [float(own) for own in self.alphas]
+        return [DEFAULT_ALPHA if alpha is None else alpha] * self.num_layers
+
+    def peers_that_cover(self, alpha: float | None = None) -> IntArray:
         """Return how many peers of every expert cover a share alpha, before lists are cut.
 
         [layers, experts]
         """
         return self._prefixes(alpha)[1]
 
-    def _prefixes(self, alpha: float) -> tuple[IntArray, IntArray]:
+    def _prefixes(self, alpha: float | None) -> tuple[IntArray, IntArray]:
         """Return peers by q, ties by id [layers, experts, experts - 1]; how many reach alpha."""
-        q = self.q()
-        masked = np.where(np.eye(self.num_experts, dtype=bool), -1.0, q)
+        counts = self._smoothed(SMOOTHING)
+        masked = np.where(np.eye(self.num_experts, dtype=bool), -1, counts)
         peers = np.argsort(-masked, axis=2, kind="stable")[:, :, :-1]
-        covered = np.take_along_axis(q, peers, 2).cumsum(axis=2)
-        total = covered[:, :, -1:]
-        # A share of the total as it was summed, so that the last peer covers exactly all of it.
-        reaches = covered >= alpha * total
-        return peers, np.where(total[:, :, 0] > 0, reaches.argmax(axis=2) + 1, 0)
+        covered = np.take_along_axis(counts, peers, 2).cumsum(axis=2)
+        total = covered[:, :, -1]
+        pairs = zip(total, self.alpha_of_layers(alpha), strict=True)
+        needed = np.array([_share_of(of_layer, share) for of_layer, share in pairs])
+        reaches = covered >= needed[:, :, None]
+        return peers, np.where(total > 0, reaches.argmax(axis=2) + 1, 0)
 
-    def q(self, smoothing: float = SMOOTHING) -> FloatArray:
+    def _smoothed(self, smoothing: int) -> IntArray:
+        """Return smoothed co-activations [layers, i, j]; 0 for experts never seen, and at i = j."""
+        is_pair = ~np.eye(self.num_experts, dtype=bool) & (self.activations > 0)[:, :, None]
+        if self.weighted is None:
+            return (self.together + smoothing) * is_pair
+        return (self.weighted + smoothing * WEIGHT_UNIT) * is_pair
+
+    def q(self, smoothing: int = SMOOTHING) -> FloatArray:
         """Return q(j|i) as [layers, i, j] (Eq. 4), smoothed; rows of experts never seen are 0."""
-        smoothed = (self.together.astype(np.float64) + smoothing) * ~np.eye(
-            self.num_experts, dtype=bool
-        )
-        smoothed = smoothed * (self.activations > 0)[:, :, None]
+        smoothed = self._smoothed(smoothing).astype(np.float64)
         total = smoothed.sum(axis=2, keepdims=True)
         q: FloatArray = np.divide(smoothed, total, out=np.zeros_like(smoothed), where=total > 0)
         return q
 
     def entropy_threshold(self, percentile: float) -> FloatArray:
         """Return the TAE (Eq. 1) below which `percentile` percent of the tokens lie, [layers]."""
-        return np.percentile(token_entropy(self.sample), percentile, axis=1)
+        entropy = token_entropy(self.sample, self.temperature)
+        return np.percentile(entropy, percentile, axis=1)
 
     def concentration(self) -> FloatArray:
         """Return how concentrated experts' co-activations are on few peers, [layers].
@@ -157,7 +179,7 @@ class BuddyProfile:
         1 - H(q(.|i)) / log(experts - 1), without smoothing, averaged over experts weighted by their
         co-activations: 0 if all peers are alike, 1 if each expert has one.
         """
-        plain = self.q(smoothing=0.0)
+        plain = self.q(smoothing=0)
         return self._mean_of_experts(1 - _shannon(plain) / np.log(self.num_experts - 1))
 
     def affinity(self) -> FloatArray:
@@ -170,13 +192,13 @@ class BuddyProfile:
         popularity = self.activations / self.activations.sum(axis=1, keepdims=True)
         expected = popularity[:, None, :] * ~np.eye(self.num_experts, dtype=bool)
         expected = expected / expected.sum(axis=2, keepdims=True).clip(min=1e-300)
-        q = self.q(smoothing=0.0)
+        q = self.q(smoothing=0)
         ratio = np.divide(q, expected, out=np.ones_like(q), where=(q > 0) & (expected > 0))
         return self._mean_of_experts((q * np.log(ratio)).sum(axis=2))
 
     def top_peers(self, num_peers: int) -> FloatArray:
         """Return the share of co-activations with an expert's first `num_peers` peers: [layers]."""
-        q = -np.sort(-self.q(smoothing=0.0), axis=2)[:, :, :num_peers].sum(axis=2)
+        q = -np.sort(-self.q(smoothing=0), axis=2)[:, :, :num_peers].sum(axis=2)
         return self._mean_of_experts(q)
 
     def _mean_of_experts(self, values: FloatArray) -> FloatArray:
@@ -186,16 +208,27 @@ class BuddyProfile:
         return mean
 
 
-def token_entropy(weights: NDArray[np.floating]) -> FloatArray:
+def token_entropy(weights: NDArray[np.floating], temperature: float = 1.0) -> FloatArray:
     """Return the token activating entropy (TAE, Eq. 1) of each token, in [0, 1].
 
     weights [..., k]: of a token's chosen experts, not negative, of any positive sum. With one
-    expert per token it is 0.
+    expert per token it is 0. temperature: as of softmax(logits / temperature) over the chosen.
     """
     p = weights.astype(np.float64)
     p = p / p.max(axis=-1, keepdims=True)
+    if temperature != 1:
+        p = p ** (1 / temperature)
     share: FloatArray = _shannon(p / p.sum(axis=-1, keepdims=True)) / np.log(max(2, p.shape[-1]))
     return share.clip(0, 1)  # rounding may add a little
+
+
+def _share_of(totals: IntArray, share: float) -> IntArray:
+    """Return the least whole numbers that are at least a share of each of `totals`.
+
+    The share is the decimal that it was written as: 0.95 is 19 of 20, and no float beside it.
+    """
+    part = Fraction(repr(float(share)))
+    return np.array([-(-part.numerator * n // part.denominator) for n in totals.tolist()])
 
 
 def _shannon(p: FloatArray) -> FloatArray:
@@ -244,4 +277,25 @@ def _check_counts(profile: BuddyProfile) -> None:
     if not is_counted:
         raise UsageError(
             "A buddy profile's counts contradict each other; run lowtide calibrate --buddies again."
+        )
+
+
+def _check_choices(profile: BuddyProfile) -> None:
+    """Check what `calibrate` was asked for."""
+    weighted, alphas, temperature = profile.weighted, profile.alphas, profile.temperature
+    if weighted is not None and (
+        weighted.shape != profile.together.shape
+        or (weighted != weighted.transpose(0, 2, 1)).any()
+        or (weighted < 0).any()
+        or (weighted > profile.together * WEIGHT_UNIT).any()
+    ):
+        raise UsageError("A buddy profile's weighted counts contradict its counts.")
+    if not (np.isfinite(temperature) and temperature > 0):
+        raise UsageError(f"The temperature of weights must be above 0, not {temperature:g}.")
+    if alphas is not None and (
+        alphas.shape != (profile.num_layers,) or not ((alphas > 0) & (alphas <= 1)).all()
+    ):
+        raise UsageError(
+            f"Shares of co-activations are one for each of {profile.num_layers} MoE layers, above "
+            f"0 to 1, not {alphas.tolist()}."
         )

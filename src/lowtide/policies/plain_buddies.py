@@ -13,16 +13,25 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.buddies import NOT_FINITE, LayerRules, LayerTwin, Masses, Moved, PassAccount, Waits
+from lowtide.buddies import (
+    NOT_FINITE,
+    LayerRules,
+    LayerTwin,
+    Masses,
+    Moved,
+    PassAccount,
+    Waits,
+    compatibility,
+)
 from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Left, RoutedTokens, WeightArray
 from lowtide.errors import InternalError
 from lowtide.policies.assignment import Assign, Balance
 from lowtide.policies.buddy_profile import token_entropy
 from lowtide.policies.substitution import (
     absent_experts,
-    answer_of,
     in_order,
     is_runnable,
+    keep_within,
     replaced,
     router_mass,
     stand_ins,
@@ -62,6 +71,8 @@ class PlainLayer:
         run = layer.without_absent() if waits is None else layer.without_late(waits)
         if run and not account.move(facts.layer, asked, run, len(facts.is_kept)):
             raise InternalError(NOT_FINITE)
+        if run and isinstance(account, PlainAccount):
+            account.cross(layer.num_hops())
         return run
 
 
@@ -78,6 +89,15 @@ class _LayerTokens:
         kinds = facts.step.rows_of(len(asked.weights)).kind
         self._is_open = open_tokens(rules, kinds, asked.weights, share)  # [tokens]
         self._found = asked.experts.copy()
+        self._compatible = compatibility(asked, rules.eta) if rules.eta else None
+
+    def num_hops(self) -> IntArray:
+        """Return the partitions that each token's replacements crossed, [tokens]."""
+        if self._rules.partition is None:
+            return np.zeros(len(self._found), np.int64)
+        hops = hops_of(self._rules.partition)[self._asked.experts, self._found]
+        total: IntArray = hops.sum(axis=1)
+        return total
 
     def without_absent(self) -> RoutedTokens | None:
         """Replace absent experts by Algorithm 1."""
@@ -86,7 +106,10 @@ class _LayerTokens:
         for token in np.flatnonzero(may.any(axis=1)).tolist():
             places = ranks[token, may[token, ranks[token]]]
             self._substitute_token(token, places.tolist())
-        return answer_of(self._asked, self._found, self._left)
+        is_moved = self._found != self._asked.experts
+        if self._left is not None and not keep_within(is_moved, self._asked.weights, self._left):
+            self._found = np.where(is_moved, self._found, self._asked.experts)
+        return in_order(self._found, self._asked.weights) if is_moved.any() else None
 
     def _substitute_token(self, token: int, places: list[int]) -> None:
         """Replace a token's absent experts: the paper's lines 11 to 20, with a budget of `rho`.
@@ -99,14 +122,22 @@ class _LayerTokens:
         for place in places:
             if num_left < 1:
                 return
-            for buddy in self._rules.lists[self._asked.experts[token, place]].tolist():
-                if buddy < 0:
-                    break
+            for buddy in self._ranked(token, self._asked.experts[token, place]):
                 if self._is_here[buddy] and buddy not in in_use:
                     self._found[token, place] = buddy
                     in_use.add(buddy)
                     num_left -= 1
                     break
+
+    def _ranked(self, token: int, expert: int) -> list[int]:
+        """Return an expert's buddies for a token, the highest Psi first, ties as listed."""
+        buddies = self._rules.lists[expert]
+        buddies = buddies[buddies >= 0]
+        if self._compatible is not None and self._rules.psi is not None:
+            psi = self._rules.psi[expert, : len(buddies)] * self._compatible[token, buddies]
+            buddies = buddies[np.argsort(-psi, kind="stable")]
+        ranked: list[int] = buddies.tolist()
+        return ranked
 
     def without_late(self, waits: Waits) -> RoutedTokens | None:
         """Replace late experts, each for all of its tokens or none.
@@ -158,7 +189,11 @@ class _LayerTokens:
         is_free = (buddies >= 0) & self._is_here[buddies] & ~self._in_use[tokens[:, None], buddies]
         if not is_free.any(axis=1).all():
             return False
-        chosen = buddies[is_free.argmax(axis=1)]
+        rank = is_free.astype(np.float64)
+        if self._compatible is not None and self._rules.psi is not None:
+            psi = self._rules.psi[expert] * self._compatible[tokens[:, None], buddies]
+            rank = np.where(is_free, psi, -np.inf)
+        chosen = buddies[rank.argmax(axis=1)]
         self._found[tokens, places] = chosen
         self._in_use[tokens, chosen] = True
         self._num_left[tokens] -= 1
@@ -184,6 +219,7 @@ class PlainAccount:
         self._is_affected = np.zeros(len(owner), np.bool_)
         self._pairs = np.zeros((num_layers, self._num_owners), np.int64)
         self._tokens = np.zeros(self._num_owners, np.int64)
+        self._hops = np.zeros(self._num_owners, np.int64)
 
     @property
     def masses(self) -> Masses:
@@ -191,7 +227,7 @@ class PlainAccount:
 
     @property
     def moved(self) -> Moved:
-        return Moved(self._pairs.tolist(), self._tokens.tolist())
+        return Moved(self._pairs.tolist(), self._tokens.tolist(), self._hops.tolist())
 
     def route(self, weights: WeightArray) -> Left | None:
         owners = np.repeat(self._owner, weights.shape[1])
@@ -212,6 +248,10 @@ class PlainAccount:
         self._pairs[layer] += np.bincount(owners, minlength=self._num_owners)
         return True
 
+    def cross(self, hops: IntArray) -> None:
+        """Count partitions that the tokens' replacements crossed, [tokens]."""
+        np.add.at(self._hops, self._owner, hops)
+
 
 def open_tokens(
     rules: LayerRules, kinds: NDArray[np.uint8], weights: WeightArray, absent_share: float
@@ -223,7 +263,7 @@ def open_tokens(
     """
     is_open: BoolArray = (rules.exact_kinds >> kinds.astype(np.int64)) & 1 == 0
     if rules.entropy >= 0:
-        is_open &= token_entropy(weights) > rules.entropy + _SLACK
+        is_open &= token_entropy(weights, rules.temperature) > rules.entropy + _SLACK
     if np.isfinite(rules.margin):
         is_open &= token_margins(weights) < rules.margin - _SLACK
     return is_open & (absent_share < rules.beta)
@@ -236,6 +276,12 @@ def token_margins(weights: WeightArray) -> FloatArray:
     best = -np.partition(-weights.astype(np.float64), 1, axis=1)
     margins: FloatArray = (best[:, 0] - best[:, 1]) / weights.sum(axis=1, dtype=np.float64)
     return margins
+
+
+def hops_of(partition: IntArray) -> IntArray:
+    """Return the partitions between every two experts' devices, which lie in a line: [e, e]."""
+    hops: IntArray = np.abs(partition[:, None] - partition)
+    return hops
 
 
 def by_mass(which: BoolArray, mass: FloatArray) -> IntArray:

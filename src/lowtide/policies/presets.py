@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from lowtide.errors import UsageError
 from lowtide.files.json_file import meant
+from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.policies.catalogue import CATALOGUE, TAU
 from lowtide.policies.decision import Policies
 from lowtide.policies.recipe import PolicyInputs, PolicyOption, Recipe
@@ -80,9 +81,17 @@ def substitutes(name: str, options: Mapping[str, str]) -> bool:
     return CATALOGUE[name].substitutes(parse_options(name, options))
 
 
-def asks_scores(name: str) -> bool:
-    """Return True if a policy needs the router's scores in its facts."""
-    return name in CATALOGUE and CATALOGUE[name].asks_scores
+def asks_scores(name: str, options: Mapping[str, str]) -> bool:
+    """Return True if a policy with these options needs the router's scores in its facts."""
+    if name not in CATALOGUE or not substitutes(name, options):
+        return False
+    return CATALOGUE[name].needs_scores(parse_options(name, options))
+
+
+def check_buddies(name: str, options: Mapping[str, str], profile: BuddyProfile | None) -> None:
+    """Raise UsageError if a policy needs a buddy profile and there is none."""
+    if name in CATALOGUE:
+        CATALOGUE[name].check_buddies(parse_options(name, options), profile)
 
 
 def is_lossless(name: str) -> bool:

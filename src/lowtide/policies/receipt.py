@@ -36,6 +36,7 @@ class Receipt:
     moved_mass: float  # of those replaced
     saved_bytes: int  # that would have been read or fetched for the router's own choice
     num_in_vain: int  # substitutions that saved no byte: the expert was needed or moved anyway
+    num_hops: int = 0  # partitions that substitutions crossed: 0 on one device
 
     @classmethod
     def total(cls, receipts: Sequence[Receipt]) -> Receipt:
@@ -75,6 +76,7 @@ class _Tally:
     num_tokens: int = 0
     num_affected: int = 0
     num_in_vain: int = 0
+    num_hops: int = 0
     routed_mass: float = 0.0
     moved_mass: float = 0.0
     saved_bytes: float = 0.0
@@ -88,6 +90,7 @@ class _Tally:
             self.moved_mass,
             round(self.saved_bytes),
             self.num_in_vain,
+            self.num_hops,
         )
 
 
@@ -111,7 +114,8 @@ class Receipts:
         self._rows: PassRows | None = None
         self._last_layer = num_layers
         self._running: list[_Tally] = []  # of each owner
-        self._before: list[tuple[Sequence[int], int]] = []  # their pairs and tokens, as it began
+        # Their pairs, tokens and hops, as it began.
+        self._before: list[tuple[Sequence[int], int, int]] = []
         self._owner = np.empty(0, np.int64)  # [rows] whose each is, as an index of `_running`
         self._account = self._twins.of_pass(self._owner, Masses([], []), 0, None)
         self._num_rows = 0
@@ -204,7 +208,9 @@ class Receipts:
             [tally.routed_mass for tally in self._running],
             [tally.moved_mass for tally in self._running],
         )
-        self._before = [(tally.substitutions, tally.num_affected) for tally in self._running]
+        self._before = [
+            (tally.substitutions, tally.num_affected, tally.num_hops) for tally in self._running
+        ]
         self._owner = owner.astype(np.int64)
         self._account = self._twins.of_pass(self._owner, before, self._num_layers, self._share)
         counts = np.bincount(owner, minlength=len(names))
@@ -213,8 +219,8 @@ class Receipts:
 
     def _write_down(self) -> None:
         """Add the current pass' counts to every tally."""
-        masses, (pairs, tokens) = self._account.masses, self._account.moved
-        for i, (tally, (substitutions, num_affected)) in enumerate(
+        masses, (pairs, tokens, hops) = self._account.masses, self._account.moved
+        for i, (tally, (substitutions, num_affected, num_hops)) in enumerate(
             zip(self._running, self._before, strict=True)
         ):
             tally.routed_mass, tally.moved_mass = masses.routed[i], masses.moved[i]
@@ -222,3 +228,4 @@ class Receipts:
                 num + of_layer[i] for num, of_layer in zip(substitutions, pairs, strict=True)
             ]
             tally.num_affected = num_affected + tokens[i]
+            tally.num_hops = num_hops + hops[i]

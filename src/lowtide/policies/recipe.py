@@ -157,7 +157,8 @@ class Recipe:
     is_lossless: changes no token.
     substitution: may run other experts than the router chose, if its options say so; not lossless.
     substitutes: True if these options do. max_mass: limit for each request.
-    asks_scores: its substitution needs the router's scores in its facts.
+    asks_scores: its substitution needs the router's scores in its facts, always or by its options.
+    check_buddies: raises UsageError if options need a buddy profile and there is none.
     contradiction: returns an error message for contradictory options, or None.
     sizes: what options come to in layers of so many experts, beside a device or not, in words.
     """
@@ -175,7 +176,10 @@ class Recipe:
     substitution: Callable[[PolicyInputs], Substitution | CountedSubstitution | None] | None = None
     substitutes: Callable[[Mapping[str, object]], bool] = lambda options: True
     max_mass: Callable[[PolicyInputs], float | None] = lambda inputs: None
-    asks_scores: bool = False
+    asks_scores: bool | Callable[[Mapping[str, object]], bool] = False
+    check_buddies: Callable[[Mapping[str, object], BuddyProfile | None], None] = (
+        lambda options, profile: None
+    )
     contradiction: Callable[[Mapping[str, object]], str | None] = lambda options: None
     sizes: Callable[[Mapping[str, object], int, bool], str] = lambda options, num, has_device: ""
 
@@ -194,6 +198,10 @@ class Recipe:
             "prefetch": self.prefetch is not _no_prefetch,
         }
         return tuple(name for name, is_own in own.items() if is_own)
+
+    def needs_scores(self, options: Mapping[str, object]) -> bool:
+        """Return True if `asks_scores` is true, with these options."""
+        return self.asks_scores(options) if callable(self.asks_scores) else self.asks_scores
 
     def policies(self, inputs: PolicyInputs) -> Policies:
         """Make the preset's policies for one model, budget and machine.
@@ -231,5 +239,5 @@ class Recipe:
             receipts=receipts,
             readmission=readmission,
             asks_routing=substitution is not None,
-            asks_scores=self.asks_scores and substitution is not None,
+            asks_scores=substitution is not None and self.needs_scores(inputs.options),
         )

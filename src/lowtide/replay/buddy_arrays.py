@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.core import WeightArray
+from lowtide.core import FloatArray, WeightArray
 from lowtide.errors import UsageError
 from lowtide.files.array_file import Arrays, Contradiction, facts_array, read_facts
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
@@ -24,6 +24,12 @@ BUDDY_DTYPES = {
     }.items()
 }
 """Arrays of a stored profile and their types."""
+
+BUDDY_CHOICES = tuple(
+    {PREFIX + name: dtype}
+    for name, dtype in (("weighted", "<i8"), ("temperature", "<f8"), ("alphas", "<f8"))
+)
+"""Arrays that are stored where `calibrate` was asked for them, each by itself."""
 
 _FACTS = {"fingerprint": str, "num_tokens": int, "curve_text_sha256": str}
 
@@ -44,12 +50,24 @@ def arrays_of(profile: BuddyProfile) -> dict[str, Any]:
         "sample": profile.sample,
         "curve": points,
     }
+    if profile.weighted is not None:
+        arrays["weighted"] = profile.weighted
+    if profile.temperature != 1:
+        arrays["temperature"] = np.array([profile.temperature])
+    if profile.alphas is not None:
+        arrays["alphas"] = profile.alphas
     return {PREFIX + name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
 def profile_of(arrays: Arrays) -> BuddyProfile:
     """Rebuild the profile from `arrays_of`; raise Contradiction."""
     own = {name.removeprefix(PREFIX): arrays[name] for name in BUDDY_DTYPES}
+    chosen = {
+        name.removeprefix(PREFIX): arrays[name]
+        for one in BUDDY_CHOICES
+        for name in one
+        if name in arrays
+    }
     facts = read_facts(own["facts"], _FACTS, "its buddies'")
     try:
         return BuddyProfile(
@@ -59,6 +77,9 @@ def profile_of(arrays: Arrays) -> BuddyProfile:
             together=own["together"].astype(np.int64),
             sample=_checked_sample(own["sample"]),
             curve=_curve(own["curve"], facts["curve_text_sha256"]),
+            weighted=chosen.get("weighted"),
+            temperature=_temperature(chosen.get("temperature")),
+            alphas=chosen.get("alphas"),
         )
     except UsageError as reason:
         raise Contradiction(str(reason).rstrip(".")) from None
@@ -72,6 +93,14 @@ def _checked_sample(sample: WeightArray) -> WeightArray:
     if not np.allclose(sample.sum(axis=2), 1, atol=1e-3):
         raise Contradiction("its sample of weights does not sum to 1")
     return sample
+
+
+def _temperature(stored: FloatArray | None) -> float:
+    if stored is None:
+        return 1.0
+    if stored.shape != (1,):
+        raise Contradiction(f"its temperature has shape {stored.shape}")
+    return float(stored[0])
 
 
 def _curve(points: NDArray[Any], text_sha256: str) -> QualityCurve | None:

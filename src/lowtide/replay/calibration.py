@@ -38,7 +38,7 @@ from lowtide.files.folders import cache_folder
 from lowtide.files.whole_file import check_writable
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
-from lowtide.replay.buddy_arrays import BUDDY_DTYPES, arrays_of, profile_of
+from lowtide.replay.buddy_arrays import BUDDY_CHOICES, BUDDY_DTYPES, arrays_of, profile_of
 from lowtide.replay.input_arrays import INPUT_DTYPES, arrays_of_inputs, inputs_of
 from lowtide.replay.trace import (
     MAX_TRACE_BYTES,
@@ -166,7 +166,8 @@ def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInput
     Raises the errors of `Calibration.load` and `check`.
     """
     wanted = {*INPUT_DTYPES, "facts", _SHAPE}
-    arrays = _load(path, ({*_DTYPES} | {*BUDDY_DTYPES}) - wanted)
+    of_buddies = {name for some in (BUDDY_DTYPES, *BUDDY_CHOICES) for name in some}
+    arrays = _load(path, ({*_DTYPES} | of_buddies) - wanted)
     with _no_contradiction(path):
         found = arrays[_SHAPE]
         if found.shape != (len(shape),):
@@ -190,7 +191,7 @@ def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
 
 
 def _load(path: Path, unread: Collection[str]) -> Arrays:
-    optional = (BUDDY_DTYPES, INPUT_DTYPES)
+    optional = (BUDDY_DTYPES, *BUDDY_CHOICES, INPUT_DTYPES)
     return load_arrays(
         path, _DTYPES, MAX_TRACE_BYTES, "calibration", _AGAIN, _VERSIONS, optional, unread
     )

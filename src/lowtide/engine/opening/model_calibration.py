@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lowtide.engine.opening.facts import ModelFacts
 from lowtide.errors import StorageError, UsageError
+from lowtide.policies import presets
 from lowtide.policies.presets import parse_options
 from lowtide.policies.tau import SolvedTau
 from lowtide.replay.calibration import Calibration, default_path
@@ -50,6 +51,14 @@ def check_calibrated(
     tau = parse_options(policy, policy_options).get("tau")
     if calibration is None and tau is SolvedTau.PAPER:
         raise no_calibration()
+
+
+def check_buddies(
+    calibration: Calibration | None, policy: str, policy_options: Mapping[str, str]
+) -> None:
+    """Raise UsageError if the policy needs a buddy profile and there is none."""
+    profile = None if calibration is None else calibration.buddies
+    presets.check_buddies(policy, policy_options, profile)
 
 
 def no_calibration() -> UsageError:

@@ -54,7 +54,7 @@ class PassWants(NamedTuple):
 
     @classmethod
     def of(cls, policy: str, policy_options: Mapping[str, str]) -> PassWants:
-        return cls(substitutes(policy, policy_options), asks_scores(policy))
+        return cls(substitutes(policy, policy_options), asks_scores(policy, policy_options))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from lowtide.engine.opening.model_calibration import find_calibration, no_calibr
 from lowtide.engine.opening.option_checks import check_without_experts
 from lowtide.engine.planning.planner import PassWants, Planner
 from lowtide.engine.running.engine import Engine
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, UsageError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
 from lowtide.experts.host_tier import HostTier
@@ -32,6 +32,7 @@ from lowtide.kernels.choice import compiled_buddies
 from lowtide.kernels.reference import Kernels
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.plan import MemoryPlan
+from lowtide.policies.buddymoe import PARTITIONS
 from lowtide.policies.catalogue import TAU
 from lowtide.policies.decision import Policies
 from lowtide.policies.online_tau import TauChange
@@ -163,6 +164,11 @@ def _policy_inputs(
     Raises UsageError for `tau=paper` without a calibration.
     """
     options = parse_options(choice.policy, choice.options)
+    if (partitions := options.get(PARTITIONS.name, 1)) != 1:
+        raise UsageError(
+            f"partitions={partitions} is for lowtide simulate: here experts lie on one device, and "
+            "every hop is 0."
+        )
     if options.get("tau") is SolvedTau.PAPER:
         options["tau"] = _paper_tau(plan, calibration, costs)
     inputs = PolicyInputs(

@@ -19,7 +19,7 @@ from lowtide.core import MoEShape
 from lowtide.devices.kind import KINDS, OWN_DEVICES
 from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.opening.model import OpenModel
-from lowtide.engine.opening.model_calibration import find_calibration
+from lowtide.engine.opening.model_calibration import check_buddies, find_calibration
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
 from lowtide.engine.planning.plan import excess_of, shortage_of
 from lowtide.engine.planning.planner import Planner
@@ -75,6 +75,8 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
     device, shape = _dense_device(plan), config.moe_shape
     spare_forked_threads()
     calibration = find_calibration(facts, asked.calibration)
+    if memory.experts is not None:
+        check_buddies(calibration, asked.policy, asked.policy_options)
     checkpoint = _found(facts.checkpoint, facts.folder)
     _check_machine(plan, asked.host_memory)
     if asked.check_weights:

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.buddies import NOT_FINITE, LayerRules, LayerTwin, Masses, Moved, PassAccount, Waits
+from lowtide.buddies import (
+    NOT_FINITE,
+    LayerRules,
+    LayerTwin,
+    Masses,
+    Moved,
+    PassAccount,
+    Waits,
+    compatibility,
+)
 from lowtide.core import Facts, IntArray, Left, RoutedTokens, WeightArray
 from lowtide.errors import InternalError
 from lowtide.kernels.cpu.balance import CompiledBalance
@@ -24,7 +33,7 @@ from lowtide.kernels.cpu.library import functions_of
 _Function = Callable[..., int]
 _P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_char
 _FUNCTIONS = {
-    "substitute": (_LONG, *4 * (_P,), _LONG, _LONG, *6 * (_P,)),
+    "substitute": (_LONG, *4 * (_P,), _LONG, _LONG, *7 * (_P,)),
     "route": (_LONG, _P, _P, _LONG, _LONG, _P),
     "count_moved": (_LONG, _P, _LONG, *4 * (_P,), *3 * (_LONG,)),
 }
@@ -37,7 +46,8 @@ class _Rules(ctypes.Structure):
         ("lists", _P),
         *((name, ctypes.c_int64) for name in ("num_experts", "length", "layer", "rho")),
         ("exact_kinds", ctypes.c_int64),
-        *((name, _DOUBLE) for name in ("entropy", "margin", "beta")),
+        *((name, _DOUBLE) for name in ("entropy", "margin", "beta", "temperature")),
+        ("psi", _P),
     )
 
 
@@ -77,11 +87,17 @@ class _BuddyLayer:
     """Compiled `LayerTwin`."""
 
     def __init__(self, rules: LayerRules, substitute: _Function) -> None:
-        self._lists = np.ascontiguousarray(rules.lists, np.int32)  # what `_rules` points to
+        # What `_rules` points to:
+        self._lists = np.ascontiguousarray(rules.lists, np.int32)
+        self._psi = None if rules.psi is None else np.ascontiguousarray(rules.psi, np.float64)
         sizes = (*self._lists.shape, rules.layer, rules.rho, rules.exact_kinds)
-        gates = rules.entropy, rules.margin, rules.beta
-        self._rules = byref(_Rules(self._lists.ctypes.data, *sizes, *gates))
+        gates = rules.entropy, rules.margin, rules.beta, rules.temperature
+        psi = None if self._psi is None else self._psi.ctypes.data
+        self._rules = byref(_Rules(self._lists.ctypes.data, *sizes, *gates, psi))
+        self._eta = rules.eta
         self._substitute = substitute
+        if rules.partition is not None:
+            raise InternalError("Compiled substitutions are of one device; several have hops.")
 
     def __call__(
         self, facts: Facts, account: PassAccount, waits: Waits | None = None
@@ -107,6 +123,7 @@ class _BuddyLayer:
             *experts.shape,
             is_here.tobytes(),
             _bytes(facts.arriving_s),
+            _bytes(compatibility(facts.routing, self._eta)) if self._eta else None,
             account.reference,
             None if waits is None else byref(_queues(waits)),
             byref(_CHAR.from_buffer(out)),
@@ -166,7 +183,7 @@ class _Account:
     def moved(self) -> Moved:
         book, num = self._book, self._book.num_owners
         pairs = [book.pairs[i * num : (i + 1) * num] for i in range(book.num_layers)]
-        return Moved(pairs, book.tokens[:num])
+        return Moved(pairs, book.tokens[:num], [0] * num)
 
     def route(self, weights: WeightArray) -> Left | None:
         left = (self._book.num_owners * _DOUBLE)()

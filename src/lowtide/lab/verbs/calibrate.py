@@ -18,12 +18,14 @@ from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, number_table, stdout_console
 from lowtide.cli.text_file import read_text
+from lowtide.errors import UsageError
 from lowtide.files.whole_file import check_writable
 from lowtide.option import Group
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, default_path, is_calibration
 from lowtide.replay.trace import TraceShape
 
 if TYPE_CHECKING:
+    from lowtide.lab.buddies import ProfileChoices
     from lowtide.lab.calibration_report import Budget
     from lowtide.policies.buddy_profile import BuddyProfile
 
@@ -127,11 +129,33 @@ def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, 
             model,
             num_pieces=num_pieces,
             buddies=settings.flag("buddies"),
+            choices=_choices(settings, shape.num_layers),
             inputs=settings.flag("inputs"),
             progress=progress,
         )
     calibration.save(path)
     return calibration, path
+
+
+def _choices(settings: Settings, num_layers: int) -> ProfileChoices:
+    """Return how the buddy profile is made; raises UsageError for what needs --buddies."""
+    from lowtide.lab.buddies import ProfileChoices, layer_alphas
+
+    alpha = settings.text("buddy_alpha")
+    temperature = float(cast(float, settings["buddy_temperature"]))
+    choices = ProfileChoices(
+        settings.flag("buddy_weights"),
+        temperature,
+        None if alpha is None else layer_alphas(alpha, num_layers),
+    )
+    if choices != ProfileChoices() and not settings.flag("buddies"):
+        raise UsageError(
+            "--buddy-weights, --buddy-temperature and --buddy-alpha say how a buddy profile is "
+            "made: add --buddies."
+        )
+    if not temperature > 0:
+        raise UsageError(f"--buddy-temperature must be above 0, not {temperature:g}.")
+    return choices
 
 
 def _gate_table(calibration: Calibration) -> Table:
@@ -172,9 +196,11 @@ def _buddy_table(profile: BuddyProfile) -> Table:
     token chose, and measures of how co-activation is spread.
     """
     from lowtide.lab.buddy_report import TOP_PEERS, layer_reports
-    from lowtide.policies.buddy_profile import DEFAULT_ALPHA, DEFAULT_K_MAX
+    from lowtide.policies.buddy_profile import DEFAULT_K_MAX
 
-    title = f"buddies, alpha {DEFAULT_ALPHA}, at most {DEFAULT_K_MAX} of {profile.num_experts - 1}"
+    low, high = min(alphas := profile.alpha_of_layers()), max(alphas)
+    alpha = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    title = f"buddies, alpha {alpha}, at most {DEFAULT_K_MAX} of {profile.num_experts - 1}"
     columns = ["layer", "reach it", "list", "unseen"]
     table = number_table(title, [*columns, f"top {TOP_PEERS}", "concentration", "affinity"])
     reports = list(enumerate(layer_reports(profile)))

@@ -27,11 +27,30 @@ struct Layer {
     long num_tokens, k;
     const std::uint8_t* is_here;  // [num_experts]: who may stand in
     const double* arriving_s;     // of the experts asked for, ascending; infinite: not on its way
+    const double* compatible;     // [num_tokens, num_experts]: the rest of Psi
     const Account& account;
     const double* left;  // [num_owners] what each may have moved, null where nothing bounds that
 
     const std::int32_t* list(std::int64_t expert) const {
         return rules.lists + expert * rules.length;
+    }
+    // The buddy with the highest Psi of those that `is_free`, of equal ones the first listed; -1
+    // if there is none.
+    template <class IsFree>
+    std::int64_t best_buddy(long token, std::int64_t expert, IsFree is_free) const {
+        const std::int32_t* buddies = list(expert);
+        const bool has_psi = rules.psi && compatible;
+        std::int64_t best = -1;
+        double best_psi = 0.0;
+        for (long i = 0; i < rules.length && buddies[i] >= 0; ++i) {
+            const std::int64_t buddy = buddies[i];
+            if (!is_here[buddy] || !is_free(buddy)) continue;
+            if (!has_psi) return buddy;
+            const double psi = rules.psi[expert * rules.length + i] *
+                               compatible[token * rules.num_experts + buddy];
+            if (best < 0 || psi > best_psi) best = buddy, best_psi = psi;
+        }
+        return best;
     }
     std::int64_t owner(long token) const { return account.owner[token]; }
     long num_pairs() const { return num_tokens * k; }
@@ -70,11 +89,15 @@ void by_mass(Pairs& experts, const std::vector<double>& mass) {
     });
 }
 
-double entropy_of(const float* weights, long k) {
+double entropy_of(const float* weights, long k, double temperature) {
     const double most = *std::max_element(weights, weights + k);
     double sum = 0.0, entropy = 0.0;
     std::vector<double> p(k);
-    for (long i = 0; i < k; ++i) sum += p[i] = weights[i] / most;
+    for (long i = 0; i < k; ++i) {
+        p[i] = weights[i] / most;
+        if (temperature != 1.0) p[i] = std::pow(p[i], 1.0 / temperature);
+        sum += p[i];
+    }
     for (long i = 0; i < k; ++i)
         if (p[i] > 0) entropy -= p[i] / sum * std::log(p[i] / sum);
     return entropy / std::log(static_cast<double>(std::max(2L, k)));
@@ -103,7 +126,7 @@ std::vector<std::uint8_t> open_tokens(const Layer& layer, const Absent& absent) 
         if (rules.exact_kinds >> layer.kinds[token] & 1) continue;
         const bool is_sure =
             rules.entropy >= 0 &&
-            !(entropy_of(weights, layer.k) > rules.entropy + SLACK);
+            !(entropy_of(weights, layer.k, rules.temperature) > rules.entropy + SLACK);
         const bool leads =
             !std::isinf(rules.margin) && !(margin_of(weights, layer.k) < rules.margin - SLACK);
         is_open[token] = !is_sure && !leads;
@@ -139,17 +162,14 @@ void find_buddies(
         long num_in_use = layer.k, num_left = layer.rules.rho;
         for (long place : places) {
             if (!absent.is_it[own[place]] || num_left < 1) continue;
-            const std::int32_t* list = layer.list(own[place]);
-            for (long i = 0; i < layer.rules.length && list[i] >= 0; ++i) {
-                const std::int64_t buddy = list[i];
-                const auto used = in_use.begin() + num_in_use;
-                if (!layer.is_here[buddy] || std::find(in_use.begin(), used, buddy) != used)
-                    continue;
-                out[first + place] = buddy;
-                in_use[num_in_use++] = buddy;
-                --num_left;
-                break;
-            }
+            const auto used = in_use.begin() + num_in_use;
+            const std::int64_t buddy = layer.best_buddy(token, own[place], [&](auto expert) {
+                return std::find(in_use.begin(), used, expert) == used;
+            });
+            if (buddy < 0) continue;
+            out[first + place] = buddy;
+            in_use[num_in_use++] = buddy;
+            --num_left;
         }
     }
 }
@@ -279,11 +299,10 @@ class Spending {
         return in_use_[token * layer_.rules.num_experts + expert];
     }
     std::int64_t free_buddy(const Asked& asked) {
-        const std::int32_t* list = layer_.list(layer_.experts[asked.pair]);
         const std::uint8_t* in_use = &used(asked.token, 0);
-        for (long i = 0; i < layer_.rules.length && list[i] >= 0; ++i)
-            if (layer_.is_here[list[i]] && !in_use[list[i]]) return list[i];
-        return -1;
+        return layer_.best_buddy(asked.token, layer_.experts[asked.pair], [&](auto expert) {
+            return !in_use[expert];
+        });
     }
 
     const Layer& layer_;
@@ -332,18 +351,20 @@ long give_up_late(
 extern "C" {
 
 // out, out_weights [num_tokens, k]: the substituted routing. Without `queues` all absent experts
-// are replaced, else those that come too late. The account limits and counts replacements. Returns
-// the number of replaced pairs, negative if the input is invalid.
+// are replaced, else those that come too late. `compatible` [num_tokens, num_experts], or null,
+// completes `Rules::psi`. The account limits and counts replacements. Returns the number of
+// replaced pairs, negative if the input is invalid.
 long lowtide_substitute(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const Account* account, const Queues* queues, std::int64_t* out,
-    float* out_weights
+    const double* arriving_s, const double* compatible, const Account* account,
+    const Queues* queues, std::int64_t* out, float* out_weights
 ) {
     std::vector<double> left(account->num_owners);
     const bool is_bounded = lowtide_route(account, weights, num_tokens, k, left.data());
-    const Layer layer{*rules, experts, weights, kinds, num_tokens, k, is_here, arriving_s, *account,
-                      is_bounded ? left.data() : nullptr};
+    const Layer layer{*rules,     experts,    weights,  kinds,
+                      num_tokens, k,          is_here,  arriving_s,
+                      compatible, *account,   is_bounded ? left.data() : nullptr};
     const long num_moved = queues ? give_up_late(layer, *queues, out, out_weights)
                                   : replace_absent(layer, out, out_weights);
     if (!num_moved) return 0;

@@ -11,7 +11,8 @@ struct Rules {
     const std::int32_t* lists;  // [num_experts, length]: buddies, best first, -1 behind the last
     std::int64_t num_experts, length, layer, rho;
     std::int64_t exact_kinds;  // bits: rows of these kinds run what their router chose
-    double entropy, margin, beta;
+    double entropy, margin, beta, temperature;
+    const double* psi;  // [num_experts, length]: constant part of each buddy's Psi, or null
 };
 
 // Queues of absent experts and the deadline: `Waits` in buddies.py.
