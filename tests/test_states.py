@@ -113,6 +113,17 @@ def test_states_begin_as_zeros_and_change_places_at_the_end_of_a_pass() -> None:
     cache.of_pass(kv, slice(0, 1), 7)
     cache.of_pass(kv, slice(0, 7), 7)  # all anew, as without a KV cache
     assert not any(x.any() for x in cache.states(0, kv).before)
+    for num_tokens, layer in ((7, 0), (8, 2), (9, 2), (10, 0)):  # as where few layers are measured
+        cache.of_pass(kv, slice(0, 7 if num_tokens == 7 else 1), num_tokens)
+        for x in cache.states(layer, kv).after:
+            x.fill_(num_tokens)
+        cache.end_pass([kv])
+    cache.snapshot(kv, may_drop=False)
+    other = cache.branch(kv, 10, 16)
+    for each in (kv, other):
+        cache.of_pass(each, slice(0, 1), 11)
+        found = [cache.states(n, each).before for n in (0, 2)]
+        assert [[int(x.unique()) for x in layer] for layer in found] == [[10, 10], [9]]
     with pytest.raises(InternalError, match="Layer 1 has no states"):
         cache.states(1, kv)
 

@@ -259,7 +259,9 @@ class KVCache:
                 self.prepare(made, num_tokens)
                 self._copy(kv_range.start, self.claim(made, 0, num_tokens), num_tokens)
                 if self._states is not None and states is not None and made.states is not None:
-                    self._states.start_at(made.states, states.slot_at(num_tokens), num_tokens)
+                    self._states.start_at(
+                        made.states, self._states.slot_at(states, num_tokens), num_tokens
+                    )
             except BaseException:
                 if made is not None:
                     self.free(made)
@@ -328,6 +330,7 @@ class KVCache:
         if store is None or states is None or states.before is None:
             return {}
         states.num_tokens, states.is_clear = num_tokens, False
+        states.crossed.clear()
         found = {num_tokens: store.content(states.before).numpy()}
         for place in snapshots:
             if place < num_tokens and store.num_free:
@@ -536,7 +539,7 @@ class KVCache:
             return
         with self._gate:
             store.drop(states, *(place for place in states.snapshots if place > num_tokens))
-            source = states.slot_at(num_tokens)
+            source = store.slot_at(states, num_tokens)
             states.has_memory, states.before = False, None
             if store.num_free >= HALVES:
                 states.before = store.take()
@@ -548,6 +551,7 @@ class KVCache:
             if states.before is None:
                 states.before = states.snapshots.pop(num_tokens)
                 states.num_tokens, states.is_clear = num_tokens, False
+                states.crossed.clear()
             states.after = self._take_slot(store)
 
     def _commit_states(self, states: RangeStates) -> None:

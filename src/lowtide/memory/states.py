@@ -77,6 +77,7 @@ class RangeStates:
     has_memory: bool = False  # both slots have, if it is elastic
     num_after: int = 0  # tokens that `after` has once the pass has ended; 0: there is no pass
     written: set[int] = field(default_factory=set)  # layers that have asked for `after`
+    crossed: set[int] = field(default_factory=set)  # layers whose states lie in `after`
     snapshots: dict[int, int] = field(default_factory=dict)  # ascending
 
     @property
@@ -88,13 +89,6 @@ class RangeStates:
         """Return the most tokens, at most `num_tokens`, behind which there are states; or 0."""
         places = [*self.snapshots, *([] if self.before is None else [self.num_tokens])]
         return max((n for n in places if n <= num_tokens and not n % unit), default=0)
-
-    def slot_at(self, num_tokens: int) -> int:
-        """Return the slot that has the states behind `num_tokens` tokens."""
-        slot = self.snapshots.get(num_tokens, self.before)
-        if slot is None or (num_tokens not in self.snapshots and num_tokens != self.num_tokens):
-            raise InternalError(f"A sequence has no states behind {num_tokens} tokens.")
-        return slot
 
     def add(self, num_tokens: int, slot: int) -> None:
         """Note a snapshot."""
@@ -144,6 +138,15 @@ class StateStore:
         """View all bytes of a slot."""
         return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
+    def slot_at(self, states: RangeStates, num_tokens: int) -> int:
+        """Return the slot that has a sequence's states behind `num_tokens` tokens."""
+        if num_tokens in states.snapshots:
+            return states.snapshots[num_tokens]
+        if states.before is None or num_tokens != states.num_tokens:
+            raise InternalError(f"A sequence has no states behind {num_tokens} tokens.")
+        self._uncross(states)
+        return states.before
+
     def start_at(self, states: RangeStates, source: int, num_tokens: int) -> None:
         """Copy a slot to the states that a sequence's next pass begins with. Raises PageError."""
         if states.before is None:
@@ -151,12 +154,14 @@ class StateStore:
         self.commit(states.before)
         self.content(states.before).copy_(self.content(source))
         states.num_tokens, states.is_clear = num_tokens, False
+        states.crossed.clear()
 
     def add_snapshot(self, states: RangeStates) -> None:
         """Copy a running sequence's states to a free slot. Raises PageError."""
         if states.before is None:
             raise InternalError("A kept sequence has no states but snapshots.")
         slot = self.new_snapshot(states, states.num_tokens)
+        self._uncross(states)
         self.content(slot).copy_(self.content(states.before))
 
     def new_snapshot(self, states: RangeStates, num_tokens: int) -> int:
@@ -180,6 +185,7 @@ class StateStore:
         Its last states become one where they are just behind these tokens.
         """
         if states.before is not None and states.after is not None:
+            self._uncross(states)
             self.free(states.after)
             if states.num_tokens == num_tokens and num_tokens not in states.snapshots:
                 states.add(num_tokens, states.before)
@@ -199,6 +205,7 @@ class StateStore:
         if not first and not states.is_clear:
             self.content(states.before).zero_()
             states.num_tokens, states.is_clear = 0, True
+            states.crossed.clear()
         if first != states.num_tokens:
             raise InternalError(
                 f"Tokens from {first} on cannot follow states of {states.num_tokens} tokens."
@@ -212,20 +219,28 @@ class StateStore:
         if states is None or states.before is None or states.after is None or not states.num_after:
             raise InternalError(f"Layer {layer} asks for states, and no pass has begun.")
         states.written.add(layer)
-        return States(self._of(states.before, layer), self._of(states.after, layer))
+        found = States(self._of(states.before, layer), self._of(states.after, layer))
+        return States(*reversed(found)) if layer in states.crossed else found
 
     def end_pass(self, states: RangeStates) -> None:
         """Make what a pass has written the states that the next one finds."""
-        if not states.num_after or states.before is None or states.after is None:
+        if not states.num_after:
             return
-        for layer in self._layers - states.written:
-            for old, new in zip(
-                self._of(states.before, layer), self._of(states.after, layer), strict=True
-            ):
-                new.copy_(old)
         states.before, states.after = states.after, states.before
+        # A layer that was not run, as speed is measured, keeps its states where they are.
+        states.crossed = {n for n in self._layers if (n in states.written) == (n in states.crossed)}
         states.num_tokens, states.num_after, states.is_clear = states.num_after, 0, False
         states.written.clear()
+
+    def _uncross(self, states: RangeStates) -> None:
+        """Bring all layers' states into `before`."""
+        for layer in states.crossed:
+            if states.before is not None and states.after is not None:
+                for to, source in zip(
+                    self._of(states.before, layer), self._of(states.after, layer), strict=True
+                ):
+                    to.copy_(source)
+        states.crossed.clear()
 
     def _of(self, slot: int, layer: int) -> tuple[Tensor, ...]:
         found = self._views.get((slot, layer))
