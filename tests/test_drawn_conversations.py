@@ -3,9 +3,9 @@
 Branches, edits in the middle, two at once, `n` answers, cancelled and forgotten ones; in memory
 that comes and goes or not, on disk or not.
 
-Each pass has the bits that it has over keys of sequences that never end (`twins.py`). Where keys
-are exact, and with a model of hashes in any case, an answer is that of its request alone with
-nothing kept.
+Each pass has the bits that it has over keys, and states, of sequences that never end (`twins.py`).
+Where keys are exact, and with a model of hashes in any case, an answer is that of its request alone
+with nothing kept.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from lowtide.memory import kv_cache as kv_cache_module
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_pages import KVLayout, StorageShape
 from lowtide.memory.pages import PageBudget
+from lowtide.memory.states import StateStore
 from lowtide.model_writing.synth import write_checkpoint
 from lowtide.policies import kept_keys
 
@@ -59,14 +60,17 @@ CONTEXT = 512
 MAX_CANVAS = 240  # of a request; a conversation has room for one at least
 MAX_ROWS = 256
 TWIN_TOKENS = 1 << 14  # of all sequences of a conversation
+MAX_LINEAGES = 200
 
 HASHES = ("tokens", "blocks")
+STATEFUL = ("lfm2_moe",)
 DENSE = "dense"
 FAMILIES = (
     *HASHES,
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe", "minimax_m2"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),  # latent keys
     "gpt_oss",  # windows
+    *STATEFUL,
     "llada2",  # blocks
     DENSE,
 )
@@ -129,10 +133,13 @@ class Subjects:
     def _whole(self, family: str, dtype: str, is_elastic: bool) -> Subject:
         """The twin is of the engine that has all experts in memory."""
         plain, engine = self._engine(family, dtype, False), self._engine(family, dtype, is_elastic)
-        shape = list(plain.kv_cache._storage[0].shape)
-        shape[3] = TWIN_TOKENS
-        twin_cache = KVCache(torch.zeros(shape, dtype=plain.kv_cache.dtype))
-        model = plain.model
+        model, context, own = plain.model, plain.planner.memory.context, plain.kv_cache.dtype
+        shape, states = context.kv_shape.at(TWIN_TOKENS), None
+        storage = [torch.zeros(group, dtype=own) for group in shape.groups]
+        if layout := context.state_layout(own):
+            layout = layout._replace(num_slots=2 * MAX_LINEAGES)
+            states = StateStore(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
+        twin_cache = KVCache(storage, places=shape.places, states=states)
         parts = (model.config, model.weights, model._experts, twin_cache, model.compute)
         return Subject(engine.model, engine.kv_cache, type(model)(*parts), twin_cache, engine)
 
@@ -158,6 +165,8 @@ class Subjects:
         size = families()[family].sizes()["tiny"]
         config = {name: FEW.get(name, value) for name, value in size.config.items()}
         config["num_hidden_layers"] += config.get("first_k_dense_replace", 0)
+        if family in STATEFUL:
+            config |= {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
         return write_checkpoint(replace(size, config=config), folder, seed=5)
 
 
@@ -179,9 +188,11 @@ class Talk:
         if kind.is_stored:
             most_bytes = rng.choice((200_000, 1 << 30))
             files = StoredFiles(OwnFolder(folder), bytes(SECRET_BYTES), most_bytes)
-            layers, arrays, heads, _, width = subject.kv_cache._storage[0].shape
-            layout = KeyLayout(((layers, arrays, heads, width),), subject.kv_cache.dtype.itemsize)
-            self._stored = StoredSequences(files, b"", "a model", subject.kv_cache, layout)
+            cache = subject.kv_cache
+            layers, arrays, heads, _, width = cache._storage[0].shape
+            shapes = ((layers, arrays, heads, width),)
+            layout = KeyLayout(shapes, cache.dtype.itemsize, cache.snapshot_bytes)
+            self._stored = StoredSequences(files, b"", "a model", cache, layout)
         self._decoder.store_in(self._stored)
         num_others = min(rng.choice((16, 128, 208)), subject.kv_cache.num_tokens - MAX_CANVAS)
         self._others = subject.kv_cache.allocate(num_others)  # there is less room
@@ -253,6 +264,8 @@ class Talk:
         assert 0 <= found.num_resumed <= len(request.prompt)
         self.met["resumed"] += found.num_resumed > 0
         is_exact = self._kind.reuse is Reuse.EXACT
+        self.met["answers"] += not is_exact
+        self.met["taken up"] += found.num_resumed > 0 and not is_exact
         if is_exact:
             block_length = self._case.block_length
             assert not found.num_resumed % (self._case.max_rows // block_length * block_length)
@@ -281,8 +294,8 @@ class Talk:
         assert shared.kv.committed_bytes == shared.kv.account.num_bytes
         assert shared.arena.committed_bytes == shared.slots_account.num_bytes
         assert shared.slots.num_live >= engine.plan.num_staging
-        num_usable = sum(taken.num_usable for taken in cache._taken)
-        is_planned = num_usable <= shared.kept._planned_tokens
+        num_tokens = sum(map(cache._weight, cache._taken))
+        is_planned = num_tokens <= shared.kept._planned_tokens
         assert is_planned or not cache._kept or shared.kept._prices()
 
 
@@ -308,11 +321,12 @@ def converse(number: int, subjects: Subjects) -> Counter[str]:
     return talk.met
 
 
-def check_conversations(numbers: Iterable[int], subjects: Subjects) -> None:
+def check_conversations(numbers: Iterable[int], subjects: Subjects) -> Counter[str]:
     met: Counter[str] = Counter()
     for number in numbers:
         met += converse(number, subjects)
     assert set(met) >= {"resumed", "in company", "exact"}
+    return met
 
 
 @pytest.fixture(scope="module")
@@ -335,9 +349,11 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subjects]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_conversations(family: str, subjects: Subjects) -> None:
-    """Two hundred and forty of all families."""
-    numbers = [i for i in range(240) if KINDS[i % len(KINDS)].family == family]
-    check_conversations(numbers, subjects)
+    """Two hundred and forty of all families, and more of those with states, which are often cut."""
+    most = 720 if family in STATEFUL else 240
+    numbers = [i for i in range(most) if KINDS[i % len(KINDS)].family == family]
+    met = check_conversations(numbers, subjects)
+    assert family not in STATEFUL or met["taken up"] > 0.3 * met["answers"]
 
 
 @pytest.mark.slow

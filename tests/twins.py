@@ -6,7 +6,7 @@ wherever they are kept, are those of one sequence that had never ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,11 +36,13 @@ class Lineage:
     """A sequence that never ends: its tokens [n], as they were fed, and the twin's range of keys.
 
     held: the range that it stands for, and how often that was kept by then.
+    states: copies, by the number of tokens, of a model that has any.
     """
 
     tokens: IntArray
     kv: KVRange
     held: tuple[KVRange, int]
+    states: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Beside:
@@ -68,9 +70,18 @@ class Beside:
         pairs = zip(batch.segments, ranges, strict=True)
         segments = tuple(replace(one, kv=kv) for one, kv in pairs)
         expected = self._subject.twin.forward(replace(batch, segments=segments)).clone()
+        self._note_states(names, segments)
         found = self._subject.model.forward(batch)
         assert torch.equal(found, expected)
         return found
+
+    def _note_states(self, names: list[int], segments: tuple[Segment, ...]) -> None:
+        cache = self._subject.twin_cache
+        cache.end_pass(segment.kv for segment in segments)
+        if cache.has_states:
+            for name, segment in zip(names, segments, strict=True):
+                content = cache._states.content(segment.kv.states.before)
+                self._newest[name].states[segment.end_position] = content.clone()
 
     def _lineage(self, name: int, segment: Segment, fed: IntArray) -> KVRange:
         """Where the twin has a request's keys, which are the bits that the model has."""
@@ -101,12 +112,18 @@ class Beside:
             for copy, array in copies:
                 copy[:] = array
             made.tokens[:first] = known[:first]
+            if cache.has_states:
+                [(_, content)] = cache.restored_states(made.kv, first, ()).items()
+                content[:] = source.states[first].numpy()
+                made.states[first] = source.states[first]
         return made
 
     def _has(self, one: Lineage, segment: Segment, known: IntArray) -> bool:
         """Return True if `one` has the segment's first keys, and of the same tokens."""
         first = segment.first_position
         if not np.array_equal(one.tokens[:first], known[:first]):
+            return False
+        if first and self._subject.twin_cache.has_states and first not in one.states:
             return False
         found = self._subject.kv_cache.rows(segment.kv, 0, first)
         wanted = self._subject.twin_cache.rows(one.kv, 0, first)

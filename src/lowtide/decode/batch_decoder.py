@@ -42,17 +42,19 @@ class BatchDecoder(Generic[S, C]):
         kv_cache: KVCache,
         max_rows: int,
         reuse: Reuse = Reuse.OFF,
+        tail_tokens: int = 0,
     ) -> None:
         """Begin with an empty queue.
 
         max_rows: rows of the largest pass. It must not depend on any budget, because it decides how
             rows are divided, and so their bits.
         reuse: how much of earlier requests' KV cache a new request may use.
+        tail_tokens: see `KeptSequences`.
         """
         self._kind = kind
         self._model = model
         self._kv_cache = kv_cache
-        self._kept = KeptSequences(kv_cache, reuse, max_rows)
+        self._kept = KeptSequences(kv_cache, reuse, max_rows, tail_tokens)
         self.prompt_share = PromptShare()
         self.on_begin: Callable[[Sequence[Event]], None] = lambda _: None  # before a first pass
         self._max_rows = max_rows

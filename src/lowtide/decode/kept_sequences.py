@@ -33,6 +33,9 @@ MIN_AWAITED_TOKENS = 64
 TEMPLATE_TOKENS = 8
 """Tokens at a prompt's end that a chat template may drop once an answer follows."""
 
+MAX_TAIL_TOKENS = 64
+"""More than these are not dropped by a template: the prompts differ."""
+
 SNAPSHOT_TOKENS = 2048
 """Distance of the places at which states are copied while there is room."""
 
@@ -111,7 +114,15 @@ class KeptSequences:
 
     stored: StoredSequences | None = None
 
-    def __init__(self, kv_cache: KVCache, reuse: Reuse, max_rows: int) -> None:
+    def __init__(
+        self, kv_cache: KVCache, reuse: Reuse, max_rows: int, tail_tokens: int = 0
+    ) -> None:
+        """tail_tokens: tokens at a prompt's end that the next turn will not have; 0: not known.
+
+        The turns that come tell it better.
+        """
+        self._tail_tokens = tail_tokens
+        self._has_tail = 0 < tail_tokens <= MIN_SHARED_TOKENS
         self._kv_cache = kv_cache
         self._reuse = reuse
         self._max_rows = max_rows
@@ -187,13 +198,28 @@ class KeptSequences:
             sequence.num_exact = stop
 
     def choose_cuts(self, known: Request, sequence: Running) -> None:
-        """Choose where to copy the states of a sequence that starts with known tokens."""
+        """Choose where to copy the states of a sequence that starts with known tokens.
+
+        A next turn begins before what its template adds for an answer, and another answer there or,
+        where that was not known or is long, before the prompt's last token. Where the prompt leaves
+        an earlier one, a third may leave both, as behind a system prompt.
+        """
         sequence.cuts.clear()
         if self._reuse is Reuse.OFF or not self._kv_cache.has_states:
             return
         prompt, unit = self._beginning(known)
-        places = {len(prompt), len(prompt) - TEMPLATE_TOKENS}
-        least = sequence.num_cached + MIN_SHARED_TOKENS
+        shared = 0
+        for kept in self._living():
+            num_tokens = num_common(kept.tokens, prompt)
+            num_dropped = kept.num_prompt - num_tokens
+            if 0 < num_dropped <= MAX_TAIL_TOKENS:
+                self._tail_tokens = num_dropped
+            if num_tokens >= sequence.num_cached + MIN_AWAITED_TOKENS:
+                shared = max(shared, num_tokens)
+        places = {min(len(prompt), len(known.prompt) - self._tail_tokens), shared}
+        if not self._has_tail:  # so few tokens are not worth a pass of one row
+            places.add(len(prompt))
+        least = max(sequence.num_cached + 1, MIN_SHARED_TOKENS)
         sequence.cuts.update(
             place for place in (each // unit * unit for each in places) if place >= least
         )

@@ -4,17 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from lowtide.core import Reuse
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.kind import Kind
 from lowtide.decode.kinds import make_kind
 from lowtide.decode.request import Event
 from lowtide.engine.running.engine import Engine
+from lowtide.errors import UsageError
+from lowtide.files.kept_file import num_common
+from lowtide.model_folder.chat_messages import Message
+from lowtide.model_folder.tokenizer import Tokenizer
 
 
 def make_decoder(engine: Engine) -> BatchDecoder[Any, Any]:
     """Make the decoder of a loaded model."""
     kind, reuse = decoding_kind(engine), engine.options.reuse
-    return BatchDecoder(kind, engine.model, engine.kv_cache, engine.plan.max_rows, reuse)
+    tail_tokens, tokenizer = 0, engine.facts.tokenizer
+    if engine.kv_cache.has_states and reuse is not Reuse.OFF and tokenizer is not None:
+        tail_tokens = template_tail(tokenizer)
+    return BatchDecoder(
+        kind, engine.model, engine.kv_cache, engine.plan.max_rows, reuse, tail_tokens
+    )
+
+
+def template_tail(tokenizer: Tokenizer) -> int:
+    """Return the tokens at a prompt's end that a chat template drops once an answer follows.
+
+    0 if that cannot be said.
+    """
+    first: Message = {"role": "user", "content": "a"}
+    answer: Message = {"role": "assistant", "content": "b"}
+    if not tokenizer.has_chat_template:
+        return 0
+    try:
+        prompt = np.array(tokenizer.encode_chat([first]))
+        later = np.array(tokenizer.encode_chat([first, answer, first]))
+    except UsageError:  # a template that wants other conversations
+        return 0
+    return len(prompt) - num_common(prompt, later)
 
 
 def decoding_kind(engine: Engine) -> Kind[Any, Any, Any]:
