@@ -35,6 +35,7 @@ from lowtide.memory.planner import (
     first_fit,
     lowest_gap,
 )
+from lowtide.memory.states import StateStore
 from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
 from lowtide.model_writing.synth import synth
@@ -206,7 +207,8 @@ def test_passes_take_no_more_of_the_workspace_in_other_formats(folder: Path) -> 
 
 def test_the_longest_pass_is_as_well_placed(folder: Path) -> None:
     planner = planner_of(open_model(folder, EngineConfig(context=64)))
-    if planner.config.family != "gpt_oss":  # whose windows are of causal passes
+    config = planner.config  # windows and states are of causal passes alone
+    if config.family != "gpt_oss" and not config.has_states:
         graph = planner.registrar(1111).graph
         assert graph.placement.arena_bytes == graph.least_bytes
 
@@ -234,9 +236,13 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, ker
         engine = llm._engine
         config, placement = engine.model.config, engine.planner.registrar().graph.placement
         poisoned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
-        kv_shape, dtype = engine.planner.memory.context.kv_shape, engine.kv_cache.dtype
-        cache = KVCache([torch.zeros(group, dtype=dtype) for group in kv_shape.groups])
-        if not engine.planner.memory.context.keeps_keys:
+        context, dtype = engine.planner.memory.context, engine.kv_cache.dtype
+        kv_shape, layout, states = context.kv_shape, context.state_layout(dtype), None
+        if layout is not None:
+            states = StateStore(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
+        storage = [torch.zeros(group, dtype=dtype) for group in kv_shape.groups]
+        cache = KVCache(storage, places=kv_shape.places, states=states)
+        if not context.keeps_keys:
             cache = TransientKV(kv_shape, dtype)
         compute = Compute(engine.executor, engine.model.compute.kernels, poisoned)
         weights = engine.model.weights
@@ -258,6 +264,7 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, ker
                     answers.append([hidden.clone(), runs.logits(hidden[:20]).clone()])
                     if not config.decoding.keeps_keys:
                         answers[-1] += statistics(runs, hidden)
+                    runs.kv_cache.end_pass([kv])
                 for expected, found in zip(*answers, strict=True):
                     assert torch.equal(expected, found) and not found.isnan().any()
         untouched_bytes = placement.arena_bytes - poisoned.touched_bytes
