@@ -63,7 +63,12 @@ TWIN_TOKENS = 1 << 14  # of all sequences of a conversation
 MAX_LINEAGES = 200
 
 HASHES = ("tokens", "blocks")
-STATEFUL = ("lfm2_moe",)
+STATEFUL: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "qwen3_5_moe": {"layer_types": ["linear_attention", "full_attention"]},
+}
+"""Families whose layers keep states, with what their models of two layers need."""
+
 DENSE = "dense"
 FAMILIES = (
     *HASHES,
@@ -165,8 +170,7 @@ class Subjects:
         size = families()[family].sizes()["tiny"]
         config = {name: FEW.get(name, value) for name, value in size.config.items()}
         config["num_hidden_layers"] += config.get("first_k_dense_replace", 0)
-        if family in STATEFUL:
-            config |= {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+        config |= STATEFUL.get(family, {})
         return write_checkpoint(replace(size, config=config), folder, seed=5)
 
 
@@ -195,7 +199,10 @@ class Talk:
             self._stored = StoredSequences(files, b"", "a model", cache, layout)
         self._decoder.store_in(self._stored)
         num_others = min(rng.choice((16, 128, 208)), subject.kv_cache.num_tokens - MAX_CANVAS)
-        self._others = subject.kv_cache.allocate(num_others)  # there is less room
+        self._others = subject.kv_cache.allocate(num_others)  # there is less room for keys alone
+        if self._others.states is not None:
+            subject.kv_cache._states.free(*self._others.states.slots)
+            self._others.states = None
         self._asked: list[Request] = []
         self._finished: dict[int, Finished] = {}
         self.met: Counter[str] = Counter()
