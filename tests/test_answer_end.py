@@ -20,7 +20,7 @@ from oracle import GOLDENS
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
-from lowtide.serve.frames import frame_of
+from lowtide.serve.frames import FrameWriter
 
 FAMILIES = ("llada2-a", "llada-a", "llada-moe-a", "dream-a")
 SORT = [f"Sort {numbers}" for numbers in ("93 21 57 40 12", "5 3", "808 17 90", "61 4 4 23")]
@@ -179,9 +179,15 @@ def test_frames_of_the_demo_end_with_the_answer(demo) -> None:
         for event in demo.stream(text, SamplingParams(max_tokens=60)):
             answer += event.text if isinstance(event, Committed | Finished) else ""
             if isinstance(event, Draft):
-                frames.append(frame_of(event, num_prompt, demo.tokenizer))
+                frames.append(FrameWriter(demo.tokenizer).frame_of(event, num_prompt))
         assert frames[-1].text and answer.endswith(frames[-1].text)
         assert frames[-1].num_masked == 0
+        for frame in frames:
+            assert len(frame.tokens) > 0 and all(
+                0 <= t.step <= frame.num_forwards for t in frame.tokens
+            )
+            assert sum(not token.step for token in frame.tokens) == frame.num_masked
+            assert all(0 < token.confidence <= 1 for token in frame.tokens)
 
 
 def test_the_next_turn_computes_the_last_blocks_keys(demo) -> None:

@@ -69,6 +69,7 @@ PURE_LIBRARIES |= {
 }
 # Of the `serve` extra, and those rooms of the server that the command line uses without it.
 EXTRA = {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client", "llguidance"}
+EXTRA |= {"markdown_it"}
 WITHOUT_EXTRA = ("serve.settings", "serve.client_configs", "serve.context")
 TORCH_FREE = FACTS | {"extend", "cli", "policies", "replay", "__main__", "__init__"}
 TORCH_FREE_PARTS = ("lab.verbs", "lab.simulation", "lab.profiles", "lab.emulated.kind")

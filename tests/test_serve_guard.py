@@ -62,7 +62,7 @@ def ask(
 def test_a_key_is_needed_everywhere_but_for_health(headers: dict[str, str], status: int) -> None:
     settings = ServeSettings(api_key=KEY)
     encoded = {name: value.encode("latin-1") for name, value in headers.items()}
-    for path in ("/v1/models", "/metrics", "/", "/api/tags", "/v1/messages", "/ready"):
+    for path in ("/v1/models", "/metrics", "/api/tags", "/v1/messages", "/ready"):
         assert ask(settings, path, headers=encoded).status_code == status, path
     assert ask(settings, "/health").status_code == 200
 

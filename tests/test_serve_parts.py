@@ -25,13 +25,21 @@ from lowtide.llm import plan_model
 from lowtide.model_folder.demos import DEMO_FOLDER
 from lowtide.params import DiffusionParams
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, StopStrings
-from lowtide.parsing.pieces import CallArguments, CallBegun, Frame, Piece, Reasoning, Text
+from lowtide.parsing.pieces import (
+    CallArguments,
+    CallBegun,
+    Frame,
+    FrameToken,
+    Piece,
+    Reasoning,
+    Text,
+)
 from lowtide.plan import MemoryPlan
 from lowtide.serve import sse
 from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
 from lowtide.serve.conversation import ToolCall, arguments_of
 from lowtide.serve.errors import QueueFull
-from lowtide.serve.frames import frame_of
+from lowtide.serve.frames import FrameWriter
 from lowtide.serve.openai_fields import DiffusionFields
 from lowtide.serve.reply import merged
 from lowtide.serve.sse import EventStream, WatchedAnswer, begun, event
@@ -296,8 +304,16 @@ def test_a_reader_that_fails_ends_its_own_answer() -> None:
 
 def test_frames_show_the_block_without_the_prompt_and_what_is_behind_the_end() -> None:
     block = (7, 8, 19, 9, 19, 6), (False, False, True, False, True, False)
-    assert frame_of(Draft(0, 4, *block, 3, num_shown=6), 5, None) == Frame("8 ▁9 ▁6 ", 2, 3)
-    assert frame_of(Draft(0, 4, *block, 3, num_shown=4), 5, None) == Frame("8 ▁9 ", 1, 3)
+    frame_of = FrameWriter(None).frame_of
+    assert frame_of(Draft(0, 4, *block, 3, num_shown=6), 5) == Frame("8 ▁9 ▁6 ", 2, 3, 0)
+    assert frame_of(Draft(0, 4, *block, 3, num_shown=4), 3) == Frame("7 8 ▁9 ", 1, 3, 1)
+    told = (0, 2, 0, 1, 0, 3), (7, 8, 5, 9, 19, 6), (0.0, 0.9, 0.25, 1.0, 0.0, 0.5)
+    frame = frame_of(Draft(0, 4, *block, 3, 4, *told), 5)
+    assert frame.tokens == (
+        FrameToken("8 ", 2, 0.9),
+        FrameToken("5 ", 0, 0.25),
+        FrameToken("9 ", 1, 1.0),
+    )
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])

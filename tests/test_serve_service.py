@@ -517,6 +517,9 @@ def test_an_engine_that_has_ended_is_not_healthy(running: Running) -> None:
         for path in ("/health", "/ready"):
             told = client.get(path)
             assert (told.status_code, told.json()) == (503, {"status": "ended"})
-        assert "<td>state</td><td>ended</td>" in client.get("/").text
+        assert client.get("/").status_code == 200
+        with client.stream("GET", "/v1/lowtide/events") as events:
+            told = [line for line in events.iter_lines() if line.startswith("data: ")]
+        assert json.loads(told[-1].removeprefix("data: "))["state"] == "ended"
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
         assert answer.status_code >= 400 and answer.json()["error"]["message"]

@@ -241,7 +241,12 @@ def _first_failure(copy: Path, files: Sequence[str]) -> str | None:
     present = [name for name in dict.fromkeys(files) if (copy / name).exists()]
     num_workers = str(len(os.sched_getaffinity(0)))
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    pytest += ["-n", num_workers, "-m", "not slow and not gpu and not ray and not haproxy"]
+    pytest += [
+        "-n",
+        num_workers,
+        "-m",
+        "not slow and not gpu and not ray and not haproxy and not browser",
+    ]
     pytest += present
     variables = {**os.environ, "PYTHONPATH": str(copy / "src"), "HYPOTHESIS_PROFILE": "ci"}
     try:

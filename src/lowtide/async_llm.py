@@ -8,8 +8,8 @@ async with AsyncLLM("demo:autoregressive", host_memory="16MiB") as llm:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from typing import Unpack
 
@@ -24,6 +24,7 @@ from lowtide.decode.request import Event, Finished, Request, TokenLogprobs
 from lowtide.engine.running import async_loop, probing
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.policy_setting import adopt_policy
+from lowtide.engine.running.watching import Look
 from lowtide.errors import UnsupportedError
 from lowtide.option import check_int
 from lowtide.params import MAX_TOP_LOGPROBS, SamplingParams
@@ -176,6 +177,13 @@ class AsyncLLM(LoadedModel):
     async def stats(self) -> dict[str, float]:
         """Return counters as `LLM.stats`."""
         return await asyncio.to_thread(self._loop.stats)
+
+    def watched(self) -> AbstractContextManager[Callable[[], Look]]:
+        """Yield a function that looks at the engine as it runs, for one who watches.
+
+        It neither waits for a pass nor delays one; experts' demands are counted in the context.
+        """
+        return self._loop.watched()
 
     async def release_memory(self) -> None:
         """Return memory to a system that runs short of it, if the plan is elastic.

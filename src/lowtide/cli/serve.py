@@ -24,7 +24,9 @@ from lowtide.serve.settings import ServeSettings
 if TYPE_CHECKING:
     from lowtide.async_llm import AsyncLLM
 
-SERVE_PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
+SERVE_PACKAGES = (
+    *("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance", "markdown_it"),
+)
 
 
 @takes(Group.SERVE, Group.ENGINE, Group.HUB, Group.OUTPUT, unlisted=("json",))

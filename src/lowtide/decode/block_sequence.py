@@ -116,6 +116,11 @@ class BlockSequence(DraftSequence):
         had_masks = bool(self._is_masked[self.active_block].any())
         written = self._write(prediction)
         self._num_forwards += 1
+        places = prediction.positions - self._block_start
+        self._note(
+            *(prediction.positions, prediction.candidates[places], prediction.confidence[places]),
+            written[places],
+        )
         self._num_steps += had_masks
         self._num_post_steps += not had_masks
         self.num_cached = self._block_start

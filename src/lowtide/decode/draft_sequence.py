@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lowtide.core import BoolArray, FloatArray, IntArray
+from lowtide.decode import sampling
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.memory.kv_cache import KVRange
 
@@ -32,6 +34,10 @@ class DraftSequence(abc.ABC):
         self.cuts: set[int] = set()
         self._mask_token_id = mask_token_id
         self._is_masked = np.arange(length) >= num_prompt
+        # For drafts: the pass that wrote each token (0: none), and what is shown where none has.
+        self._draft_steps = np.zeros(length, np.int64)
+        self._draft_tokens = self.tokens.copy()
+        self._draft_confidence = np.zeros(length, np.float32)
         eos_token_ids = () if request.params.ignore_eos else request.eos_token_ids
         self._eos = np.array(sorted(eos_token_ids), np.int64)
         self._block_start = first_block_start
@@ -99,14 +105,37 @@ class DraftSequence(abc.ABC):
         num_tokens = int(is_eos.argmax()) + 1 if is_eos.any() else len(answer)
         return [int(token) for token in answer[:num_tokens]]
 
+    def _note(
+        self,
+        positions: IntArray,
+        tokens: IntArray,
+        confidence: FloatArray | sampling.FloatArray,
+        is_written: BoolArray,
+    ) -> None:
+        """Record for drafts what a pass, already counted, chose at `positions`.
+
+        is_written: which of these tokens it wrote.
+        """
+        is_told = is_written | self._is_masked[positions]
+        told = positions[is_told]
+        self._draft_tokens[told], self._draft_confidence[told] = (
+            tokens[is_told],
+            confidence[is_told],
+        )
+        self._draft_steps[positions[is_written]] = self._num_forwards
+
     def _draft(self) -> Draft:
+        block = self.active_block
         return Draft(
             request=self.request.id,
             block_start=self._block_start,
-            tokens=tuple(self.tokens[self.active_block].tolist()),
-            is_masked=tuple(self._is_masked[self.active_block].tolist()),
+            tokens=tuple(self.tokens[block].tolist()),
+            is_masked=tuple(self._is_masked[block].tolist()),
             num_forwards=self._num_forwards,
             num_shown=self._num_shown(),
+            steps=tuple(self._draft_steps[block].tolist()),
+            candidates=tuple(self._draft_tokens[block].tolist()),
+            confidence=tuple(self._draft_confidence[block].tolist()),
         )
 
     def _num_shown(self) -> int:

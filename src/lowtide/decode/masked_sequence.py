@@ -91,6 +91,7 @@ class MaskedSequence(DraftSequence):
         self._is_masked[positions] = False
         self._is_stuck = not self._has_schedule and not len(positions)
         self._num_forwards += 1
+        self._note(self.wanted, candidates.tokens, candidates.probability, is_written)
         self.num_block_passes += 1
         self._num_steps += 1
         events: list[Event] = [self._draft()]
@@ -107,6 +108,8 @@ class MaskedSequence(DraftSequence):
         """Begin the active block's passes again, since its keys and values are gone."""
         self.tokens[self.active_block] = self._mask_token_id
         self._is_masked[self.active_block] = True
+        self._draft_steps[self.active_block] = 0
+        self._draft_tokens[self.active_block] = self._mask_token_id
         self._num_steps = self.num_block_passes = 0
         self._is_stuck = False
         self.wanted = self._next_wanted()

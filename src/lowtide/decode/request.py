@@ -147,7 +147,8 @@ class Draft:
     """The active block after a denoising pass. Masked positions hold the mask id.
 
     Its first `num_shown` positions belong to the prompt and to the answer as written so far, which
-    ends at an end token or after `max_tokens`.
+    ends at an end token or after `max_tokens`. The last three fields are empty for a kind that does
+    not tell them.
     """
 
     request: int
@@ -156,6 +157,9 @@ class Draft:
     is_masked: tuple[bool, ...]
     num_forwards: int  # denoising passes of this request so far
     num_shown: int
+    steps: tuple[int, ...] = ()  # the pass that wrote each token, counted from 1; 0: none has
+    candidates: tuple[int, ...] = ()  # the tokens; where masked the latest pass's choice, if any
+    confidence: tuple[float, ...] = ()  # the probability of each candidate as it was chosen
 
     @property
     def text(self) -> str:

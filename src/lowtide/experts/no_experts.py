@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+
+import numpy as np
 
 from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertObserver, Observer
-from lowtide.experts.stats import ExpertStats, HostStats
+from lowtide.experts.stats import ExpertLook, ExpertStats, HostStats
 from lowtide.policies.receipt import Receipt
 
 
@@ -36,6 +39,10 @@ class NoExperts:
 
     def end_pass(self) -> None:
         """Do nothing."""
+
+    def watched(self) -> AbstractContextManager[Callable[[], ExpertLook]]:
+        """Look at no experts."""
+        return nullcontext(lambda: ExpertLook({}, np.zeros((0, 0), np.int64)))
 
     def whole_pass(self) -> AbstractContextManager[None]:
         """Do nothing."""

@@ -10,10 +10,12 @@ resident. So the bits of the result never depend on placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -26,13 +28,16 @@ from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.policy_facts import HostInputs, substituted_routing
 from lowtide.experts.rows import ExpertRows, LayerCall, Routing
-from lowtide.experts.stats import ExpertStats
+from lowtide.experts.stats import ExpertLook, ExpertStats
 from lowtide.experts.work import Plan, Work
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.slot_lending import ExpertUse
 from lowtide.progress import Progress, no_progress
+
+SAMPLE_S = 0.1
+"""Least time between two passes that count, for those who watch, what needs a synchronisation."""
 
 
 class Observer(Protocol):
@@ -79,6 +84,11 @@ class ExpertRuntime:
         self.observer: Observer | None = None
         self.expert_observer: ExpertObserver | None = None  # never with a device
         self.use: ExpertUse | None = None  # counts every demand, if set
+        # For each who watches, tokens by expert [layers, experts]; other threads replace the tuple.
+        self._watches: tuple[IntArray, ...] = ()
+        self._is_sampled = False  # whether this pass counts also what needs a synchronisation
+        self._sample_due_s = -math.inf
+        self._num_device_hits = 0  # of the latest sample
         self.stats = ExpertStats()
         self._is_under_way = False  # a step, or what has to be cleared up after one
         self._hits: IntArray = np.zeros((shape.num_layers, shape.num_experts), np.int64)
@@ -121,6 +131,7 @@ class ExpertRuntime:
         """Begin a pass; on the host alone, policies rank the experts that may become resident."""
         self._step = step
         self._hits.fill(0)
+        self._is_sampled = bool(self._watches) and perf_counter() >= self._sample_due_s
         if self.device is None:
             num_residents = self.host.ledger.residents.sum(axis=1)
             ranks = self.policies.begin_pass(step, num_residents, self.capacity.per_layer)
@@ -150,6 +161,11 @@ class ExpertRuntime:
             self.policies.end_pass(self._step, self._hits)
         if self.use is not None:
             self.use.saw(self._hits)
+        for num_tokens in self._watches:
+            num_tokens += self._hits
+        if self._is_sampled and self.device is not None:
+            self._num_device_hits = self.device.num_hits
+            self._sample_due_s = perf_counter() + SAMPLE_S
 
     def load(self, progress: Progress = no_progress) -> None:
         """Make exactly the policies' first residents resident; between passes only."""
@@ -190,6 +206,20 @@ class ExpertRuntime:
         }
 
     @contextmanager
+    def watched(self) -> Iterator[Callable[[], ExpertLook]]:
+        """Count demands for somebody who watches; yield a function that looks.
+
+        It may be called on any thread, also in the midst of a pass. Layers that are wholly on a
+        device are counted in one pass of each `SAMPLE_S`.
+        """
+        num_tokens = np.zeros_like(self._hits)
+        self._watches = (*self._watches, num_tokens)
+        try:
+            yield partial(self._look, num_tokens)
+        finally:
+            self._watches = tuple(each for each in self._watches if each is not num_tokens)
+
+    @contextmanager
     def whole_pass(self) -> Iterator[None]:
         """Guard a pass of requests: if it fails, receipts count nothing of it.
 
@@ -211,13 +241,24 @@ class ExpertRuntime:
         receipts = self.policies.receipts
         return None if receipts is None else receipts.take(request)
 
+    def _look(self, num_tokens: IntArray) -> ExpertLook:
+        residents = {} if self.device is None else {"gpu": self.device.ledger.residents}
+        return ExpertLook(
+            {**residents, "host": self.host.ledger.residents},
+            num_tokens.copy(),
+            self.stats.num_hits + self._num_device_hits,
+            self.stats.num_misses,
+            self.host.stats.read_bytes,
+            self.host.stats.wait_s,
+        )
+
     def _run(self, call: LayerCall) -> None:
         """Run a layer: demand, substitute, decide, work, start reads, run, settle."""
         executor, plan = self.executor, None
         if not self._stays_whole(call.layer):
             call, plan = self._decide(call)
         work = Work(call, self._shape, executor.kernels)
-        if plan is None and self.use is not None:  # a synchronisation, where slots are lent
+        if plan is None and (self.use is not None or self._is_sampled):  # a synchronisation
             self._hits[call.layer] += work.rows.counts.cpu().numpy()
         executor.open(work, plan)
         for tile in work.tiles():

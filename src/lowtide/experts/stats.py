@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
+from lowtide.core import BoolArray, IntArray
 from lowtide.policies.prefetch import PrefetchOutcome
 
 
@@ -48,3 +50,18 @@ class LinkStats:
         counts = asdict(self)
         outcome = counts.pop("prefetch")
         return {**counts, **{f"prefetch_{name}": count for name, count in outcome.items()}}
+
+
+class ExpertLook(NamedTuple):
+    """Experts as one who watches sees them.
+
+    residents: which are in each tier's slots, bool [layers, experts], the fastest tier first.
+    num_tokens: those that asked for each expert since the watch began, [layers, experts].
+    """
+
+    residents: dict[str, BoolArray]
+    num_tokens: IntArray
+    num_hits: int = 0
+    num_misses: int = 0
+    read_bytes: int = 0
+    wait_s: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowtide.decode.request import TokenLogprobs
 
@@ -64,13 +65,27 @@ class Prefilled:
     num_total: int
 
 
+class FrameToken(NamedTuple):
+    """One place of a frame: a written token, or the model's present choice for a masked one."""
+
+    text: str
+    step: int  # the pass that wrote it, counted from 1; 0: none has
+    confidence: float  # the token's probability as it was chosen
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The current block of a diffusion model, none of it final. Masked places are `▁`."""
+    """The current block of a diffusion model, none of it final. Masked places are `▁` in `text`.
+
+    start: of the block, in tokens of the answer. tokens: of its places, as far as the model's kind
+    tells them.
+    """
 
     text: str
     num_masked: int
     num_forwards: int
+    start: int
+    tokens: tuple[FrameToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,26 +10,27 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, JSONResponse
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lowtide.files.json_file import as_json
 from lowtide.serve import (
     anthropic_messages,
+    events,
     ollama,
     openai_chat,
     openai_completions,
+    page,
     responses,
 )
 from lowtide.serve.errors import NoEmbeddings, add_handlers
 from lowtide.serve.guard import Guard
 from lowtide.serve.metrics import Metrics
-from lowtide.serve.page import HEADERS, page_of
 from lowtide.serve.request_log import RequestLog, note_served
 from lowtide.serve.service import Service
 from lowtide.version import __version__
 
-_ROUTERS = (openai_chat, openai_completions, responses, anthropic_messages, ollama)
+_ROUTERS = (openai_chat, openai_completions, responses, anthropic_messages, ollama, events)
 
 
 def build_app(service: Service) -> FastAPI:
@@ -44,6 +45,7 @@ def build_app(service: Service) -> FastAPI:
     add_handlers(app)
     for module in _ROUTERS:
         app.include_router(module.router_of(service))
+    app.include_router(page.router_of())
     app.include_router(_models(service))
     app.include_router(_state(service, Metrics(service)))
     origins = list(service.settings.allowed_origins or ())
@@ -52,7 +54,7 @@ def build_app(service: Service) -> FastAPI:
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(JsonBodies)
-    app.add_middleware(Guard, settings=service.settings)
+    app.add_middleware(Guard, settings=service.settings, open_paths=page.page_files().keys())
     app.add_middleware(RequestLog)
     service.on_served.append(note_served)
     return app
@@ -112,7 +114,7 @@ def _add_health(router: APIRouter, service: Service) -> None:
 
 
 def _state(service: Service, metrics: Metrics) -> APIRouter:
-    """Make the routes for health, counters, plan, statistics and the status page."""
+    """Make the routes for health, counters, plan and statistics."""
     router = APIRouter()
     _add_health(router, service)
 
@@ -131,11 +133,6 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
     async def stats() -> JSONResponse:
         """Serve the engine's statistics since loading."""
         return JSONResponse(as_json(await service.llm.stats()))
-
-    @router.get("/", response_class=HTMLResponse)
-    async def page() -> HTMLResponse:
-        """Serve the status page."""
-        return HTMLResponse(page_of(service, await service.llm.stats()), headers=HEADERS)
 
     return router
 

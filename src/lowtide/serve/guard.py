@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import ipaddress
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -30,14 +31,20 @@ WATCHED_PATHS = ("/health", "/ready")
 """Paths that load balancers poll."""
 
 OPEN_PATHS = ("/health",)
-"""Paths that need no key, so that a process monitor needs none."""
+"""Paths of every server that need no key, so that a process monitor needs none."""
 
 
 class Guard:
-    """Middleware that refuses requests before their bodies are parsed. Knows nothing of models."""
+    """Middleware that refuses requests before their bodies are parsed. Knows nothing of models.
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+    open_paths: further paths that need no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, open_paths: Collection[str] = ()
+    ) -> None:
         self._app = app
+        self._open_paths = frozenset((*OPEN_PATHS, *open_paths))
         self._settings = settings
         self._key = None if settings.api_key is None else settings.api_key.encode()
 
@@ -61,7 +68,7 @@ class Guard:
         if not (is_old and path in WATCHED_PATHS):
             self._check_host(headers)
         self._check_origin(headers)
-        if self._key is not None and path not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self._key is not None and path not in self._open_paths and scope["method"] != "OPTIONS":
             self._check_key(self._key, headers)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:

@@ -149,6 +149,8 @@ def _draft(frame: Frame) -> JsonObject:
         "text": frame.text,
         "masked": frame.num_masked,
         "step": frame.num_forwards,
+        "start": frame.start,
+        "tokens": [(token.text, token.step, round(token.confidence, 3)) for token in frame.tokens],
     }
 
 

@@ -1,65 +1,108 @@
-"""Status page at `/`: model, memory, speed, and the resource that limits it."""
+"""The page at `/` and its files: static, open without a key, and the same on every machine.
+
+What the page shows of a model it asks for itself, with the key if there is one. `serve/static/` has
+ES modules and no third party's code; the browser runs them as they are.
+"""
 
 from __future__ import annotations
 
-import html
-import math
-from collections.abc import Mapping
+import asyncio
+import gzip
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
 
-from lowtide.serve.service import Service
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from lowtide.serve.json_body import JsonRoute
+from lowtide.serve.markdown import MAX_CHARS, nodes_of
+from lowtide.serve.reply import json_response
+
+_FOLDER = Path(__file__).parent / "static"
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+# Scripts can make no HTML of texts: no part of an answer is ever parsed as a page.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
 
 HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "cache-control": "no-store",
+    "content-security-policy": _POLICY,
+    "cache-control": "no-cache",  # asked for anew, and answered by 304
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "vary": "accept-encoding",
     "x-content-type-options": "nosniff",
 }
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 48rem; padding: 0 1rem }
-table { border-collapse: collapse; margin: 1rem 0 }
-td, th { border-bottom: 1px solid #ccc; padding: .2rem .8rem; text-align: right }
-td:first-child, th:first-child { text-align: left }
-"""
+
+class PageFile(NamedTuple):
+    """A file of the page, as it is and gzipped."""
+
+    media_type: str
+    body: bytes
+    packed: bytes
+    etag: str
 
 
-def page_of(service: Service, stats: Mapping[str, float]) -> str:
-    """Render the status page, which reloads every five seconds."""
-    name = html.escape(service.model_name)
-    rows = "".join(
-        f"<tr><td>{html.escape(key)}</td><td>{html.escape(value)}</td></tr>"
-        for key, value in _facts(service, stats).items()
-    )
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{name} · lowtide</title>"
-        '<meta http-equiv="refresh" content="5">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style><h1>{name}</h1><table>{rows}</table>"
-        f"{service.plan._repr_html_()}"
-        "<p>/v1/chat/completions · /v1/completions · /v1/responses · /v1/messages · /api/chat · "
-        "/metrics · /v1/lowtide/plan · /v1/lowtide/stats</p></html>"
-    )
+@cache
+def page_files() -> Mapping[str, PageFile]:
+    """Return the page's files by their path at the server."""
+    files = {}
+    for path in sorted(_FOLDER.iterdir()):
+        if path.suffix in _TYPES:
+            body = path.read_bytes()
+            packed = gzip.compress(body, mtime=0)
+            name = "/" if path.name == "index.html" else f"/static/{path.name}"
+            etag = f'"{sha256(body).hexdigest()[:16]}"'
+            files[name] = PageFile(_TYPES[path.suffix], body, packed, etag)
+    return files
 
 
-def _facts(service: Service, stats: Mapping[str, float]) -> dict[str, str]:
-    admission, prediction = service.admission, service.llm.plan.prediction
-    predicted, measured, binding = "not measured yet", "nothing yet", "the device"
-    hit_rate = stats["hit_rate"]
-    if prediction is not None and prediction.speed is not None:
-        least, likely, most = prediction.speed
-        predicted = f"{likely:.1f} tokens/s ({least:.1f} to {most:.1f})"
-    if stats.get("committed_tokens"):
-        measured = f"{stats['tokens_per_s']:.1f} tokens/s of passes, prompts included"
-    if prediction is not None and prediction.read_bytes:
-        binding = f"the disk: {prediction.read_bytes_per_token / 2**20:.1f} MiB a token"
-    elif prediction is not None:
-        binding = "memory and processor: all weights are resident"
-    return {
-        "state": service.state,
-        "architecture": service.llm.config.architecture,
-        "context": f"{service.context:,} tokens",
-        "requests": f"{admission.num_running} running, {admission.num_waiting} waiting",
-        "speed predicted": predicted,
-        "speed measured": measured,
-        "hit rate of experts": f"{hit_rate:.1%}" if math.isfinite(hit_rate) else "it has none",
-        "what binds": binding,
-    }
+class MarkdownBody(BaseModel):
+    """A text to render, the whole of an answer or some paragraphs of it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    text: str = Field(max_length=MAX_CHARS)
+
+
+def router_of() -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    for path, found in page_files().items():
+        router.add_api_route(path, _endpoint(found), include_in_schema=False)
+    turn = asyncio.Lock()  # rendering holds the interpreter: one text at a time
+
+    @router.post("/v1/lowtide/markdown")
+    async def markdown(body: MarkdownBody) -> Response:
+        """Render markdown as a tree of elements."""
+        async with turn:
+            return json_response({"nodes": await asyncio.to_thread(nodes_of, body.text)})
+
+    return router
+
+
+def _endpoint(found: PageFile) -> Callable[[Request], Awaitable[Response]]:
+    async def page_file(request: Request) -> Response:
+        """Serve a file of the page, gzipped where the client takes that."""
+        headers = HEADERS | {"etag": found.etag}
+        if found.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return Response(found.body, headers=headers, media_type=found.media_type)
+        headers["content-encoding"] = "gzip"
+        return Response(found.packed, headers=headers, media_type=found.media_type)
+
+    return page_file

@@ -36,7 +36,7 @@ from lowtide.plan import MemoryPlan
 from lowtide.serve.admission import Admission, QueuePlace
 from lowtide.serve.conversation import Conversation
 from lowtide.serve.errors import Draining, Refusal, TimedOut, TooLong
-from lowtide.serve.frames import frame_of
+from lowtide.serve.frames import FrameWriter
 from lowtide.serve.grammar import Grammars, check_kept
 from lowtide.serve.grammar_compiler import CHILD_BYTES
 from lowtide.serve.grammar_text import Constraint
@@ -154,6 +154,7 @@ class Service:
         self._end_s = math.inf  # when answers under way are no longer waited for
         self._waits: set[asyncio.Timeout] = set()
         self._grammars = Grammars(llm.config, llm.tokenizer)
+        self._frames = FrameWriter(llm.tokenizer)
         # Apart: one template renders at a time, and a text needs none.
         self._short_chats = Together(self._prepared)
         self._short_texts = Together(self._prepared)
@@ -432,7 +433,7 @@ class Service:
         if isinstance(event, Draft):
             if not ask.wants_frames:
                 return []
-            return [frame_of(event, len(request.prompt), self.llm.tokenizer)]
+            return [self._frames.frame_of(event, len(request.prompt))]
         if isinstance(event, Committed):
             new = pieces.push(event.tokens)
             return [Logprobs(event.logprobs), *new] if event.logprobs else new

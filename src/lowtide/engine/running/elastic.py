@@ -169,6 +169,15 @@ class ElasticMemory:
             "num_residents_moved": self.num_moved,
         }
 
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes that each part holds at this moment, by its name in a `TierPlan`.
+
+        May be called on any thread.
+        """
+        names = {"KV cache": "kv_cache", "expert slots": "slots"}
+        shares = self._shared.budget.shares()
+        return {names.get(owner, owner): num_bytes for owner, num_bytes in shares.items()}
+
     def give_way(self, num_bytes: int) -> None:
         """Take memory from the coldest experts' slots, down to those that every step needs."""
         slots = self._slots

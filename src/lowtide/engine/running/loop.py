@@ -14,13 +14,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from lowtide.decode.request import Event, Request
 from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.watching import Look, watched
 from lowtide.engine.running.worker import (
     Answers,
     Delivery,
@@ -67,6 +68,10 @@ class EngineLoop:
         return self.look(
             lambda engine: {**engine.as_dict(), **speed.as_dict(), **predicted(engine.plan)}
         )
+
+    def watched(self) -> AbstractContextManager[Callable[[], Look]]:
+        """Yield a function that looks at the engine as it runs, without waiting for a pass."""
+        return watched(self._worker)
 
     def answers(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Yield the events of `requests`, which begin together, until all have finished.

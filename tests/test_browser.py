@@ -1,0 +1,476 @@
+"""The server's page in Chromium: what a user does, what it shows, and what an answer cannot do.
+
+Slow for its size: each test opens a page of its own, so that its console and requests are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Running, serving
+from whole import wait_until
+
+from lowtide import AsyncLLM
+from lowtide.parsing.pieces import Done, Piece, Prefilled, Reasoning, Text
+from lowtide.serve.service import Ask
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no program chromium: apt install chromium"),
+]
+
+AXE = "axe-core@4.14.1"
+DEMOS = "autoregressive", "diffusion"
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+LIMIT_MS = 20_000
+SORT = "Sort 93 21 57 40 12"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
+    with api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def demos() -> Iterator[dict[str, Running]]:
+    """Servers of both demos, whose experts are partly on disk."""
+    with ExitStack() as stack:
+        found = {}
+        for kind in DEMOS:
+            llm = AsyncLLM(f"demo:{kind}", context=512, host_memory="6MiB")
+            stack.callback(llm._loop.close)  # playwright's event loop is this thread's
+            found[kind] = stack.enter_context(serving(llm, served_name=f"demo:{kind}"))
+        yield found
+
+
+@pytest.fixture
+def chatting(demos: dict[str, Running]) -> Running:
+    return demos["autoregressive"]
+
+
+class Seen:
+    """A page, what its console said, and what it asked for."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.url = url
+        self.context = browser.new_context(viewport=DESKTOP, **options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(LIMIT_MS)
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("requestfailed", lambda request: self.said.append(f"failed: {request.url}"))
+
+    def open(self) -> None:
+        self.page.goto(self.url)
+        self.page.locator("#model:not(:empty)").wait_for()
+
+    def ask(self, text: str) -> str:
+        """Ask, wait for the answer's end, and return its text."""
+        self.page.locator("#prompt").fill(text)
+        self.page.locator("#prompt").press("Enter")
+        return self.answer()
+
+    def answer(self) -> str:
+        self.page.locator(".assistant:last-child .facts").get_by_text("ended").wait_for()
+        self.page.locator("body:not(.running)").wait_for()
+        return str(self.page.locator(".assistant:last-child .body").inner_text())
+
+    def check(self) -> None:
+        assert self.said == []
+        assert all(url.startswith((self.url, "blob:")) for url in self.asked), self.asked
+
+
+@contextmanager
+def opened(browser: Any, server: Running, **options: Any) -> Iterator[Seen]:
+    """A page; at the end its console is empty, and all requests were to its server."""
+    seen = Seen(browser, server.url, **options)
+    try:
+        seen.open()
+        yield seen
+        seen.check()
+    finally:
+        seen.context.close()
+
+
+class Scripted:
+    """Answers a service's requests with given pieces; a number is a silence in seconds."""
+
+    def __init__(self, script: Sequence[Piece | float]) -> None:
+        self.script = script
+        self.asks: list[Ask] = []
+        self.num_closed = 0
+
+    async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
+        self.asks.append(ask)
+        try:
+            yield Prefilled(0, 8)
+            for each in self.script:
+                if isinstance(each, float):
+                    await asyncio.sleep(each)
+                else:
+                    yield each
+        finally:
+            self.num_closed += 1
+
+
+@contextmanager
+def scripted(server: Running, *script: Piece | float) -> Iterator[Scripted]:
+    made = Scripted(script)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server.service, "answer", made.answer)
+        yield made
+
+
+def done(num_new: int = 3) -> Done:
+    return Done("stop", 8, num_new, 0)
+
+
+ENDLESS: list[Piece | float] = [part for _ in range(2000) for part in (Text("word "), 0.02)]
+
+
+def test_a_chat_is_streamed_and_measured(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        assert seen.ask("47 + 85") == "132"
+        assert seen.ask(SORT) == "12 21 40 57 93"
+        facts = seen.page.locator(".assistant:last-child .facts").inner_text()
+        for name in ("speed", "first token", "tokens", "kept", "read a token", "hit rate", "ended"):
+            assert name in facts
+        assert "the model was done" in facts
+        assert "of 512 tokens" in seen.page.locator("#room-text").inner_text()
+        assert not seen.page.locator("#welcome").is_visible()
+
+
+def test_an_answer_can_be_stopped_and_a_tab_that_closes_ends_its_passes(browser, chatting) -> None:
+    with scripted(chatting, *ENDLESS) as script, opened(browser, chatting) as seen:
+        for stop in ("click", "key"):
+            seen.page.locator("#prompt").fill("Go on")
+            seen.page.locator("#prompt").press("Enter")
+            seen.page.locator(".assistant:last-child").get_by_text("word word word").wait_for()
+            if stop == "click":
+                seen.page.get_by_role("button", name="Stop").click()
+            else:
+                seen.page.keyboard.press("Escape")
+            assert seen.answer().startswith("word word word")
+            assert "stopped by you" in seen.page.locator(".assistant:last-child").inner_text()
+        wait_until(lambda: script.num_closed == 2)
+        seen.said.clear()  # a request that was stopped counts as failed
+
+        seen.page.locator("#prompt").fill("Go on")
+        seen.page.locator("#prompt").press("Enter")
+        seen.page.locator(".assistant:last-child").get_by_text("word word word").wait_for()
+        seen.page.close()
+        wait_until(lambda: script.num_closed == 3)
+        seen.said.clear()
+
+
+def test_passes_end_with_the_tab(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        with chatting.client() as client:
+            client.get("/health")
+        seen.ask(SORT)
+        seen.page.close()
+        wait_until(lambda: not chatting.service.llm._engine.experts._watches)
+        assert chatting.service.is_idle
+
+
+def test_turns_are_edited_answered_again_kept_and_exported(browser, chatting, tmp_path) -> None:
+    with opened(browser, chatting, accept_downloads=True) as seen:
+        page = seen.page
+        assert seen.ask("47 + 85") == "132"
+        page.get_by_role("button", name="Another answer").click()
+        page.get_by_text("2 of 2").wait_for()
+        assert seen.answer() == "132"
+        page.get_by_role("button", name="Answer before").click()
+        page.get_by_text("1 of 2").wait_for()
+
+        page.get_by_role("button", name="Edit").click()
+        page.get_by_role("textbox", name="Edited message").fill("Roman 148")
+        page.get_by_role("button", name="Send again").click()
+        page.locator(".user").get_by_text("Roman 148").wait_for()
+        assert seen.answer() == "CXLVIII" and page.locator(".user").count() == 1
+
+        page.reload()
+        page.locator(".assistant .body").get_by_text("CXLVIII").wait_for()
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Export").click()
+        download.value.save_as(tmp_path / "saved.json")
+        saved = json.loads((tmp_path / "saved.json").read_text())
+        assert [turn["role"] for turn in saved["turns"]] == ["user", "assistant"]
+        assert saved["model"] == "demo:autoregressive"
+
+        page.get_by_role("button", name="New").click()
+        page.get_by_role("button", name="Start anew").click()
+        page.locator("#welcome").wait_for()
+        page.reload()
+        page.locator("#welcome").wait_for()
+        seen.said[:] = [each for each in seen.said if "events" not in each]  # ended by the reload
+
+
+def test_settings_are_the_model_s_and_are_sent(browser, chatting) -> None:
+    pieces = Reasoning("Let me see."), Text("Yes."), done()
+    with scripted(chatting, *pieces) as script, opened(browser, chatting) as seen:
+        page = seen.page
+        page.get_by_role("button", name="Sampling").click()
+        assert page.get_by_label("steps").count() == 0
+        page.get_by_label("temperature").fill("0.7")
+        page.get_by_label("max tokens").fill("40")
+        page.get_by_role("button", name="Done").click()
+        assert seen.ask("Is it?") == "Yes."
+        params = script.asks[0].params
+        assert params.temperature == 0.7 and params.max_tokens == 40 and params.top_p is None
+        thoughts = page.locator(".thoughts")
+        assert not thoughts.get_by_text("Let me see.").is_visible()
+        thoughts.locator("summary").click()
+        assert thoughts.get_by_text("Let me see.").is_visible()
+
+
+def test_a_diffusion_model_is_seen_at_work(browser, demos) -> None:
+    with opened(browser, demos["diffusion"]) as seen:
+        page = seen.page
+        page.get_by_role("button", name="Sampling").click()
+        page.get_by_label("threshold", exact=True).fill("1")
+        page.get_by_role("button", name="Done").click()
+        assert seen.ask(SORT) == "12 21 40 57 93"
+        scrubber = page.get_by_role("slider", name="Pass")
+        last = int(scrubber.get_attribute("max"))
+        assert last >= 5 and scrubber.input_value() == str(last)
+        assert page.locator(".cell").count() > 0 and page.locator(".cell.guess").count() == 0
+        hues = page.locator(".cell").evaluate_all(
+            "all => all.map(e => e.style.getPropertyValue('--hue'))"
+        )
+        assert len(set(hues)) >= 5
+
+        scrubber.focus()
+        page.keyboard.press("Home")
+        assert page.locator(".cell.guess").count() > 0
+        assert "Pass 1 of" in page.locator(".scrubber output").inner_text()
+        page.get_by_role("button", name="Play").click()
+        page.get_by_role("button", name="Pause").wait_for()
+        page.get_by_role("button", name="Play").wait_for()
+        assert page.locator(".cell.guess").count() == 0
+
+
+@pytest.mark.parametrize("kind", DEMOS)
+def test_the_map_changes_within_a_second(browser, demos, kind) -> None:
+    with opened(browser, demos[kind]) as seen, demos[kind].client() as client:
+        canvas = seen.page.locator("#experts")
+        canvas.wait_for()
+        before = canvas.evaluate("e => e.toDataURL()")
+        client.post("/v1/completions", json={"prompt": SORT, "max_tokens": 8})
+        end_s = time.monotonic() + 1.0
+        while canvas.evaluate("e => e.toDataURL()") == before:
+            assert time.monotonic() < end_s
+        canvas.hover(position={"x": 5, "y": 5})
+        told = seen.page.locator("#expert")
+        told.get_by_text("Layer 1, expert 0:").wait_for()
+        assert re.search(r": (in memory|on disk), \d+ hits, (last|not asked)", told.inner_text())
+        stack = seen.page.locator(".stack").first
+        assert "experts" in stack.get_attribute("aria-label")
+        binding = seen.page.locator("#binding").inner_text()
+        assert binding.endswith(".") and ("disk" in binding or "memory" in binding)
+
+
+def test_everything_is_reached_by_the_keyboard(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        page, reached = seen.page, []
+        page.keyboard.type("47 + 85")
+        page.keyboard.press("Enter")
+        assert seen.answer() == "132"
+        page.locator("body").evaluate("() => document.activeElement.blur()")
+        for _ in range(24):
+            page.keyboard.press("Tab")
+            reached.append(
+                page.evaluate("document.activeElement.id || document.activeElement.textContent")
+            )
+        for name in ("anew", "export", "sampling", "prompt", "send", "experts", "Copy", "Edit"):
+            assert name in reached, (name, reached)
+        page.locator("#experts").focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowDown")
+        page.locator("#expert").get_by_text("Layer 2, expert 1:").wait_for()
+        page.locator("#sampling").focus()
+        page.keyboard.press("Enter")
+        page.locator("#sampling-dialog").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("#sampling-dialog").wait_for(state="hidden")
+
+
+def test_a_phone_has_room_for_it(browser, demos) -> None:
+    with opened(browser, demos["diffusion"]) as seen:
+        page = seen.page
+        page.set_viewport_size(PHONE)
+        assert seen.ask(SORT) == "12 21 40 57 93"
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert not page.locator("#machine").is_visible()
+        page.get_by_role("button", name="Machine").click()
+        assert page.locator("#binding").is_visible() and page.locator("#prompt").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+HOSTILE = """\
+<script>document.title = "changed"</script>
+<img src="http://127.0.0.1:9/a.png" onerror="document.title = 'changed'">
+
+![a](http://127.0.0.1:9/b.png) [b](javascript:document.title='changed') <p style="color: red">c</p>
+
+[d](http://127.0.0.1:9/d) **e** <svg onload=alert(1)> <style>* { display: none }</style>
+
+| a | b |
+|--:|---|
+| 1 | <b onclick=alert(1)>2</b> |
+
+```html
+<script>document.title = "changed"</script>
+```
+"""
+
+
+def test_an_answer_can_do_nothing_but_be_read(browser, chatting) -> None:
+    letters = [Text(HOSTILE[i : i + 7]) for i in range(0, len(HOSTILE), 7)]
+    pieces = [Reasoning(HOSTILE), *letters, done()]
+    with scripted(chatting, *pieces), opened(browser, chatting) as seen:
+        shown = seen.ask(HOSTILE)
+        body = seen.page.locator(".assistant")
+        assert (
+            body.locator("img, script, style, svg, [style*=color], [onerror], [onclick]").count()
+            == 0
+        )
+        assert seen.page.title() == "demo:autoregressive · lowtide"
+        assert "<script>" in shown and "onerror" in shown
+        links = body.locator("a")
+        assert links.evaluate_all("all => all.map(e => e.getAttribute('href'))") == [
+            "http://127.0.0.1:9/b.png",
+            "http://127.0.0.1:9/d",
+        ]
+        assert set(links.evaluate_all("all => all.map(e => e.rel)")) == {"noopener noreferrer"}
+        assert body.locator("strong").inner_text() == "e" and body.locator("table").count() == 1
+        seen.page.reload()
+        seen.page.locator(".assistant strong").wait_for()
+        assert body.locator("img, script, style, svg, [onerror], [onclick]").count() == 0
+        seen.said[:] = [each for each in seen.said if "events" not in each]  # ended by the reload
+
+
+def test_errors_are_said_in_words(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        seen.page.locator("#prompt").fill("1 " * 2000)
+        seen.page.locator("#prompt").press("Enter")
+        seen.answer()
+        trouble = seen.page.locator(".trouble").inner_text()
+        assert "context length is 512 tokens" in trouble
+        seen.said.clear()  # the browser's own line on the refusal
+
+
+def test_the_key_is_asked_for_once_and_kept_for_the_tab(browser, demos) -> None:
+    llm = demos["autoregressive"].service.llm
+    with serving(llm, api_key="a key", served_name="keyed") as server:
+        seen = Seen(browser, server.url)
+        seen.page.goto(server.url)
+        dialog = seen.page.locator("#key-dialog")
+        dialog.wait_for()
+        assert "keyed" not in seen.page.content()
+        key = seen.page.get_by_role("textbox", name="Key")
+        key.fill("wrong")
+        seen.page.keyboard.press("Enter")
+        dialog.get_by_text("not the key").wait_for()
+        key.fill("a key")
+        seen.page.keyboard.press("Enter")
+        seen.page.locator("#model").get_by_text("keyed").wait_for()
+        assert seen.ask("47 + 85") == "132"
+        seen.page.reload()
+        seen.page.locator("#model").get_by_text("keyed").wait_for()
+        assert not dialog.is_visible()
+        assert seen.page.evaluate("localStorage.getItem('lowtide-key')") is None
+        seen.context.close()
+
+
+def test_the_page_paints_without_scripts(browser, chatting) -> None:
+    context = browser.new_context(viewport=DESKTOP, java_script_enabled=False)
+    page = context.new_page()
+    page.goto(chatting.url)
+    for place in ("h1", "#welcome", "#prompt", "#machine"):
+        assert page.locator(place).is_visible(), place
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of axe-core, from npm."""
+    folder: Path = tmp_path_factory.mktemp("axe")
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("no program npm: apt install npm")
+    packed = subprocess.run(
+        [npm, "pack", "--silent", AXE], cwd=folder, capture_output=True, timeout=120
+    )
+    if packed.returncode:
+        pytest.skip(f"{AXE} cannot be had from npm")
+    [archive] = folder.glob("*.tgz")
+    with tarfile.open(archive) as packages:
+        source = packages.extractfile("package/axe.min.js")
+        assert source is not None
+        return source.read().decode()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", DEMOS)
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_axe_finds_nothing(browser, demos, axe, kind, scheme, size) -> None:
+    with opened(browser, demos[kind], color_scheme=scheme, bypass_csp=True) as seen:
+        page = seen.page
+        page.set_viewport_size(size)
+        page.add_script_tag(content=axe)
+        check_axe(page)
+        seen.ask(SORT)
+        if size == PHONE:
+            page.get_by_role("button", name="Machine").click()
+        check_axe(page)
+        page.get_by_role("button", name="Sampling").click()
+        check_axe(page)
+        colour = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        assert (colour == "rgb(17, 23, 26)") is (scheme == "dark")
+
+
+def check_axe(page: Any) -> None:
+    found = page.evaluate("() => axe.run()")
+    told = [(each["id"], [node["html"] for node in each["nodes"]]) for each in found["violations"]]
+    assert told == []
+
+
+def test_axe_finds_nothing_in_a_long_answer(browser, chatting, axe) -> None:
+    text = "# A\n\n- b\n- c\n\n### D\n\n> e\n\n" + "`f`\n\n```py\n" + "g = 1  # " * 40 + "\n```\n\n"
+    text += "|a|b|\n|-:|:-:|\n|1|2|\n\n[h](https://i.example/)\n"
+    with scripted(chatting, Reasoning("j"), Text(text), done()):
+        with opened(browser, chatting, bypass_csp=True) as seen:
+            seen.page.add_script_tag(content=axe)
+            seen.ask("k")
+            seen.page.locator(".body table").wait_for()
+            check_axe(seen.page)
+
+
+def test_the_page_is_whole_after_two_rounds(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        static = [url for url in seen.asked if url.endswith((".js", ".css"))]
+        assert len(static) == len(set(static))
+        with httpx.Client(base_url=chatting.url) as client:
+            html = client.get("/").text
+        assert all(url.removeprefix(f"{chatting.url}/") in html for url in static)
