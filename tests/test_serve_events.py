@@ -184,7 +184,10 @@ def test_memory_that_moves_is_told(tmp_path) -> None:
         first = heard.state()["memory"]["host"]
         body = {"prompt": "1 " * 300, "max_tokens": 200, "ignore_eos": True}
         client.post("/v1/completions", json=body)
-        held = heard.state()["memory"]["host"]["held"]
+        state = heard.state()
+        while state["counts"]["tokens"] < 200:
+            state = heard.state()
+        held = state["memory"]["host"]["held"]
         assert set(held) >= {"dense", "kv_cache", "slots"}
         assert held["kv_cache"] > first["held"]["kv_cache"]
         assert sum(held.values()) <= first["budget_bytes"] * 1.02

@@ -59,7 +59,7 @@ def chat(page: Page) -> None:
 
 
 def fill(page: Page) -> None:
-    """Have a sudoku solved, one token in a pass where nothing is certain, and go back to where drafts are."""
+    """Have a sudoku solved, a token in a pass where nothing is certain, and go back to drafts."""
     page.get_by_role("button", name="Sampling").click()
     page.get_by_label("threshold", exact=True).fill("1")
     page.get_by_role("button", name="Done").click()

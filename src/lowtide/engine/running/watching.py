@@ -23,7 +23,7 @@ _NO_PARTS = ("budget_bytes", "slot_bytes", "unused_slot_bytes")
 
 
 class TierMemory(NamedTuple):
-    """Memory of one tier, in bytes by part: `dense`, `kv_cache`, `workspace`, `ring`, `slots`.
+    """Memory of one tier, in bytes by part: such as `dense`, `kv_cache` and `slots`.
 
     held: taken out of the budget, which with elastic memory changes. used: what of `kv_cache` has
     tokens of running requests, and of `slots` experts.

@@ -5,7 +5,7 @@ import { live } from "./live.js";
 
 const NAMES = {
   dense: "dense weights",
-  states: "states",
+  state: "states",
   kv_cache: "keys and values",
   workspace: "passes",
   ring: "reads",
