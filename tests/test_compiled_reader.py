@@ -123,10 +123,14 @@ def test_what_lies_on_sectors_is_read_in_place(tmp_path: Path) -> None:
         pytest.skip("no direct reads here")
     parts = [SlotSegment(4096, 50_000, 0), SlotSegment(54_096, size - 50_000, 50_000)]
     apart = [SlotSegment(4096, 50_000, 0), SlotSegment(54_096, size - 50_000, 54_096)]
-    experts = [[Range(0, each)] for each in (parts, apart, [SlotSegment(4097, size, 0)])]
+    # In another order than in the file, and at borders that are no piece's.
+    first = PIECE_BYTES // 2 + 8192
+    turned = [SlotSegment(4096, first, size - first), SlotSegment(4096 + first, size - first, 0)]
+    cases = (parts, apart, [SlotSegment(4097, size, 0)], turned)
+    experts = [[Range(0, each)] for each in cases]
     ring, slots = (np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8) for _ in range(2))
     reader = CompiledReader(load_kernels(), experts, files, slots, 2 * size, ring)
-    for expert, is_in_place in ((0, True), (1, False), (2, False)):
+    for expert, is_in_place in ((0, True), (1, False), (2, False), (3, True)):
         slots[:], ring[:] = 0, 0
         assert reader.read(expert, 0, 60.0) == size
         for start, num_bytes, target in experts[expert][0].segments:

@@ -88,6 +88,14 @@ def test_it_is_a_plain_folder_of_fewer_bytes(model: Path, packed: Path) -> None:
     assert sizes[1] < 0.6 * sizes[0]
 
 
+def test_what_is_whole_sectors_long_lies_on_sectors(tmp_path: Path) -> None:
+    """Experts among others that are not, which would shift them."""
+    tensors = Checkpoint.open(pack("demo:chat", tmp_path / "q8", format="q8")).tensors
+    whole = [each for each in tensors.values() if each.num_bytes % 4096 == 0]
+    assert 0 < len(whole) < len(tensors)
+    assert all(each.offset % 4096 == 0 for each in whole)
+
+
 def test_what_cannot_be_packed_is_refused(model: Path, packed: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing to pack"):
         pack(model, tmp_path / "own")

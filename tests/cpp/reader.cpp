@@ -96,6 +96,35 @@ struct Whole {
     }
 };
 
+// Segments of whole sectors, which lie on sectors of the slot in another order than in the file.
+void check_places(const ReaderCalls& calls) {
+    constexpr long SECTOR = lowtide::SECTOR_BYTES, NUM_SECTORS = 8;
+    Checkpoint checkpoint({});
+    const Bytes content = random_bytes(NUM_SECTORS * SECTOR);
+    checkpoint.write(0, content);
+    long start = 0;
+    for (long num_sectors : {1, 3, 2, 2}) {
+        checkpoint.segments.push_back({start, num_sectors * SECTOR, 0});
+        start += num_sectors * SECTOR;
+    }
+    checkpoint.ranges.push_back({0, 0, start, 0, long(checkpoint.segments.size())});
+    checkpoint.first_range.push_back(1);
+    for (long piece_bytes : {SECTOR, 3 * SECTOR, 1L << 20}) {
+        OwnReader own(calls, checkpoint, {1, start + SECTOR, piece_bytes, 2, true});
+        const auto address = reinterpret_cast<std::uintptr_t>(own.slots.data());
+        const long first = long((SECTOR - address % SECTOR) % SECTOR);
+        Bytes wanted(own.slots);
+        long target = first + start;
+        for (lowtide::Segment& segment : checkpoint.segments) {
+            segment.target = target -= segment.num_bytes;
+            const auto from = content.begin() + segment.start;
+            std::copy(from, from + segment.num_bytes, wanted.begin() + target);
+        }
+        own.start(0, 0);
+        expect(own.wait(0) == READY && own.slots == wanted, "sectors in another order", piece_bytes);
+    }
+}
+
 // Files that are not what they were as they were opened. `spoil(path, descriptor)` does it.
 template <class Spoil>
 void check_failure(const ReaderCalls& calls, bool is_direct, int wanted, const Spoil& spoil) {
@@ -229,6 +258,7 @@ void check_reader(const Library& kernels) {
                     is_unruly = unruly;
                     check_fillings(calls, experts, checkpoint,
                                    {NUM_SLOTS, SLOT_BYTES, piece_bytes, num_threads, is_direct});
+                    if (is_direct) check_places(calls);
                 }
         is_unruly = false;
         check_failures(calls, is_direct);

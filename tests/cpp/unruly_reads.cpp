@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -35,4 +36,10 @@ extern "C" ssize_t pread(int descriptor, void* target, size_t num_bytes, off_t o
     const size_t half = num_bytes / 2;
     return own(descriptor, target, may_be_direct ? half / 4096 * 4096 + (half < 4096) * num_bytes
                                                  : num_bytes - half, offset);
+}
+
+extern "C" ssize_t preadv(int descriptor, const iovec* parts, int num_parts, off_t offset) {
+    static auto* const own = reinterpret_cast<decltype(&preadv)>(dlsym(RTLD_NEXT, "preadv"));
+    if (!driver::is_unruly) return own(descriptor, parts, num_parts, offset);
+    return pread(descriptor, parts->iov_base, parts->iov_len, offset);
 }

@@ -36,6 +36,7 @@ from lowtide.model_writing.pack_folder import config_of, reserved
 from lowtide.model_writing.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.plan import OWN_FORMAT, WeightFormats
 from lowtide.progress import Progress, no_progress
+from lowtide.reading.by_expert import BORDER_BYTES
 from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket
 from lowtide.schemas import model_schema
 from lowtide.schemas.packed import BYTES_DTYPE, packed_name, packed_shape
@@ -233,8 +234,12 @@ class _Packer:
         name = self._checkpoint.files[file].path.name
         tensors = [(n, e) for n, e in self._checkpoint.tensors.items() if e.file == file]
         tensors.sort(key=lambda named: named[1].offset)
+        # Those of whole sectors first, so that they lie on sectors: then experts are read straight
+        # into their slots, without a copy.
+        tensors.sort(key=lambda named: self._output(*named).num_bytes % BORDER_BYTES > 0)
         outputs = [self._output(name, entry) for name, entry in tensors]
-        writer = SafetensorsWriter(self._out / name, outputs, metadata={"format": "pt"})
+        path, metadata = self._out / name, {"format": "pt"}
+        writer = SafetensorsWriter(path, outputs, metadata=metadata, alignment=BORDER_BYTES)
         return _Shard(tensors, writer)
 
     def _write_shard(self, shard: _Shard, reader: FileReader, num_ahead: int) -> None:

@@ -4,11 +4,13 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <cstring>
 #include <thread>
 
@@ -62,6 +64,10 @@ int each_part(const Source& source, const Range& range, const Piece& piece, cons
     return READY;
 }
 
+std::uint8_t* end_of(const iovec& place) {
+    return static_cast<std::uint8_t*>(place.iov_base) + place.iov_len;
+}
+
 // Weights of two versions of a file make no model.
 bool has_changed(const File& file) {
     struct stat now;
@@ -75,18 +81,46 @@ bool has_changed(const File& file) {
 }
 
 // Where a piece goes in memory if all of it, and nothing else, can be read straight there: sectors of
-// the file are sectors of the slot. Else null.
-std::uint8_t* place_of(const Source& source, const Range& range, const Piece& piece, long slot) {
-    const Segment* segment = source.segments + range.first_segment;
-    const Segment* const end = segment + range.num_segments;
-    std::uint8_t* const place =
-        source.slots + slot * source.slot_bytes + segment->target + piece.start - segment->start;
-    for (const Segment* next = segment + 1; next < end; segment = next++)
-        if (next->start != segment->start + segment->num_bytes ||
-            next->target != segment->target + segment->num_bytes)
-            return nullptr;
-    const bool is_whole = piece.start % SECTOR_BYTES == 0 && piece.stop % SECTOR_BYTES == 0;
-    return is_whole && reinterpret_cast<std::uintptr_t>(place) % SECTOR_BYTES == 0 ? place : nullptr;
+// the file are sectors of the slot. Else empty.
+std::vector<iovec> places_of(
+    const Source& source, const Range& range, const Piece& piece, std::uint8_t* slot
+) {
+    std::vector<iovec> places;
+    long stop = piece.start, most = IOV_MAX;
+    each_part(source, range, piece, [&](long target, long start, long num_bytes) {
+        if (start != stop || most-- == 0) return FILE_ENDED;
+        stop = start + num_bytes;
+        const bool goes_on = !places.empty() && slot + target == end_of(places.back());
+        if (goes_on) places.back().iov_len += num_bytes;
+        else places.push_back({slot + target, static_cast<std::size_t>(num_bytes)});
+        return READY;
+    });
+    const bool is_whole = stop == piece.stop && piece.start % SECTOR_BYTES == 0;
+    const bool fits = std::all_of(places.begin(), places.end(), [](const iovec& place) {
+        const auto first = reinterpret_cast<std::uintptr_t>(place.iov_base);
+        return first % SECTOR_BYTES == 0 && place.iov_len % SECTOR_BYTES == 0;
+    });
+    if (!is_whole || !fits) places.clear();
+    return places;
+}
+
+// All of the places, which are whole sectors.
+int read_places(int descriptor, std::vector<iovec>& places, long offset) {
+    for (std::size_t first = 0; first < places.size();) {
+        const ssize_t got = preadv(descriptor, &places[first],
+                                   static_cast<int>(places.size() - first), offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return errno;
+        if (got == 0 || got % SECTOR_BYTES) return FILE_ENDED;
+        offset += got;
+        std::size_t left = got;
+        while (first < places.size() && left >= places[first].iov_len)
+            left -= places[first++].iov_len;
+        if (left == 0) continue;
+        places[first].iov_base = static_cast<std::uint8_t*>(places[first].iov_base) + left;
+        places[first].iov_len -= left;
+    }
+    return READY;
 }
 
 int read_piece(const Source& source, int thread, const Range& range, const Piece& piece, long slot) {
@@ -99,9 +133,8 @@ int read_piece(const Source& source, int thread, const Range& range, const Piece
         posix_fadvise(descriptor, piece.start, piece.stop - piece.start, POSIX_FADV_DONTNEED);
         return error;
     }
-    if (std::uint8_t* const place = place_of(source, range, piece, slot))
-        return read_all(descriptor, place, piece.start, piece.stop - piece.start,
-                        piece.stop - piece.start, true);
+    std::vector<iovec> places = places_of(source, range, piece, target);
+    if (!places.empty()) return read_places(descriptor, places, piece.start);
     std::uint8_t* const buffer =
         source.buffers + thread * (source.piece_bytes + 2 * SECTOR_BYTES);
     const long first = align_down(piece.start);
