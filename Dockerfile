@@ -8,10 +8,12 @@
 
 FROM python:3.13-slim AS wheel
 WORKDIR /source
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 COPY . .
-RUN pip install --no-cache-dir -c constraints.txt build setuptools ziglang \
-    && python -m build --wheel --no-isolation --outdir /wheels \
-        "-C--build-option=--plat-name=manylinux_2_28_$(uname -m)" .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.13-slim
 COPY constraints.txt /tmp/

@@ -105,7 +105,7 @@ check: $(VENV)/.lowtide-dev
 	$(BIN)/zizmor --offline --quiet .github/workflows
 
 # What is published, in dist/: the sources, a wheel for machines like this one, and in dist/elsewhere
-# those for others. zig compiles the kernels, so that older systems run them.
+# those for others, on systems with glibc 2.28 or newer.
 wheel: $(VENV)/.lowtide-dev
 	$(BIN)/python tools/wheels.py
 

@@ -2,7 +2,8 @@
 
 `--plat-name` says which, an option of setuptools' own (`python -m build -C--build-option=...`):
 
-    manylinux_2_28_x86_64   compiled by zig for that processor and that glibc, on any machine
+    manylinux_2_28_x86_64   for systems with that glibc or a newer one: compiled by this system's
+                            compiler, if it is one of the oldest of them, else by zig
     any                     without kernels; they are compiled at first use
     linux_x86_64, or none    by this system's compiler, if there is one, for this system
 
@@ -24,7 +25,7 @@ SOURCE = Path(__file__).parent / "src"
 sys.path.insert(0, str(SOURCE))
 
 from lowtide.errors import UnsupportedError  # noqa: E402
-from lowtide.kernels.cpu.compiler import find_compiler  # noqa: E402
+from lowtide.kernels.cpu.compiler import find_compiler, zig_for  # noqa: E402
 from lowtide.kernels.cpu.library import build_kernels, built_folder  # noqa: E402
 
 _MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_(\w+)")
@@ -43,8 +44,10 @@ def _toolchain(platform_name: str) -> Toolchain | None:
         return None
     if found := _MANYLINUX.fullmatch(platform_name):
         major, minor, machine = found.groups()
-        target = f"{machine}-linux-gnu.{major}.{minor}"
-        return Toolchain([sys.executable, "-m", "ziglang", "c++", "-target", target, "-s"], machine)
+        oldest = platform.libc_ver()[1] == f"{major}.{minor}"
+        if oldest and machine == platform.machine():  # as in manylinux' image
+            return Toolchain([find_compiler()], machine)
+        return Toolchain(zig_for(machine, f"{major}.{minor}"), machine)
     if platform_name not in ("", f"linux_{platform.machine()}"):
         raise UnsupportedError(f"No kernels can be compiled for {platform_name}.")
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from machines import make_machine
-from parts import PARTS, ROOMS, is_of_room, part_of
+from parts import HAS_MODELS, PARTS, ROOMS, can_run, is_of_room, part_of
 
 if TYPE_CHECKING:
     from hub_stand_in import StandIn
@@ -55,7 +55,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     part, room = config.getoption("--part"), config.getoption("--room")
     is_of_part = part is None or part_of(collection_path) == part
-    return None if is_of_part and (room is None or is_of_room(collection_path, room)) else True
+    is_of_room_asked = room is None or is_of_room(collection_path, room)
+    return None if is_of_part and is_of_room_asked and can_run(collection_path) else True
+
+
+def pytest_report_header() -> str | None:
+    return None if HAS_MODELS else "without tests/goldens: tests of recorded models are left out"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -156,7 +156,7 @@ def test_a_wheel_for_any_platform_has_sources_alone(sources: Path, tmp_path: Pat
     assert any(name.endswith("share/man/man1/lowtide.1") for name in names)
 
 
-TESTED_ELSEWHERE = ("options", "typed_sizes", "chat", "llm_goldens", "end_to_end")
+TESTED_ELSEWHERE = ("options", "chat", "end_to_end", "sampling")
 PLACE = "import lowtide\ndef test_place():\n    assert lowtide.__file__.startswith({!r})\n"
 
 

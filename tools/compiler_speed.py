@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from lowtide.kernels import check
 from lowtide.kernels.cpu import library
-from lowtide.kernels.cpu.compiler import find_compiler
+from lowtide.kernels.cpu.compiler import find_compiler, zig_for
 from lowtide.kernels.cpu.library import build_kernels, built_folder, load_parts
 from lowtide.kernels.cpu.sources import all_parts
 from lowtide.kernels.cpu.variants import INT8_VARIANTS, VARIANTS, num_variants
@@ -70,8 +70,7 @@ def main() -> int:
 
 def _build(folder: Path) -> list[Path]:
     machine = platform.machine()
-    zig = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.2.28", "-s"]
-    made = {folder / "system": [find_compiler()], folder / "zig": zig}
+    made = {folder / "system": [find_compiler()], folder / "zig": zig_for(machine, "2.28")}
     for package, command in made.items():
         build_kernels(package, command, machine)
     return [*made]
@@ -124,12 +123,12 @@ def _work(package: Path) -> None:
 
 def _loaded(package: Path) -> check.Kernels:
     """Load the libraries of a folder in the place of this package's own."""
-    built = built_folder(package)
-    library._built_folder = lambda of: built
+    [path] = built_folder(package).glob("*.so")
+    library._built_path = lambda of: path
     load_parts(all_parts())
     kernels = check.Kernels()
-    if Path(kernels.path).parent != built:
-        raise SystemExit(f"{kernels.path} is loaded, not one of {built}")
+    if kernels.path != str(path):
+        raise SystemExit(f"{kernels.path} is loaded, not {path}")
     return kernels
 
 

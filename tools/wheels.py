@@ -4,7 +4,7 @@
     dist/lowtide-*-manylinux_2_28_MACHINE.whl      for machines like this one
     dist/elsewhere/lowtide-*.whl                   for other processors, and without kernels
 
-Every wheel is made from the sources unpacked anew, kernels by zig. auditwheel says which systems
+Every wheel is made from the sources unpacked anew. auditwheel says which systems
 they run on; one that needs a newer system, or is too large, ends this with an error.
 """
 
@@ -60,7 +60,9 @@ def main() -> int:
 
 def _build(sources: Path, target: Path, *options: str, made: str = "*.tar.gz") -> list[Path]:
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), *options]
-    done = subprocess.run([*command, str(sources)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*command, str(sources)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{done.stdout}\nThis cannot be built: {' '.join(command)}")
     return list(target.glob(made))

@@ -74,19 +74,16 @@ def kept_libraries(parts: Sequence[Part], report: Progress = no_progress) -> lis
     return paths
 
 
-def build_libraries(
-    parts: Sequence[Part], folder: Path, compiler: Sequence[str], machine: str
-) -> None:
-    """Compile parts into a folder of a wheel, named by their sources and machine alone.
+def build_library(part: Part, folder: Path, compiler: Sequence[str], machine: str) -> None:
+    """Compile a part into a folder of a wheel, named by its sources and machine alone.
 
     compiler: command that compiles for `machine`. Raises UnsupportedError if it fails.
     """
     digests = Digests(machine=machine)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
-        _Build(Path(name), compiler, digests, _WHEEL_LIMIT_S).make(parts)
-        for each in parts:
-            shutil.copy(Path(name) / library_name(each, digests), folder)
+        _Build(Path(name), compiler, digests, _WHEEL_LIMIT_S).make([part])
+        shutil.copy(Path(name) / library_name(part, digests), folder)
 
 
 def library_name(part: Part, digests: Digests) -> str:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +33,16 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise UnsupportedError(f"There is no C++ compiler; install one of {', '.join(_COMPILERS)}.")
+
+
+def zig_for(machine: str, glibc: str) -> list[str]:
+    """Return the command of zig's C++ compiler, a package of PyPI, for wheels.
+
+    machine: as `platform.machine` names it. glibc: oldest version of systems that load the library.
+    """
+    # Its driver turns -O3 into -O2. -s leaves out symbols for debuggers.
+    target = f"{machine}-linux-gnu.{glibc}"
+    return [sys.executable, "-m", "ziglang", "c++", "-target", target, "-Xclang", "-O3", "-s"]
 
 
 def version_of(compiler: str) -> bytes:

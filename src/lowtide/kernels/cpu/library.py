@@ -1,7 +1,7 @@
 """Loader of the compiled kernels: a wheel's own, or built at first use and cached.
 
-A wheel has them in `built/`, named by their sources; libraries of other sources than those beside
-them are not loaded. Elsewhere they are in the user's cache (building.py).
+A wheel has them in `built/`, in one library that is named by its sources; one of other sources than
+those beside it is not loaded. Elsewhere they are in the user's cache (building.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowtide.errors import InternalError, UnsupportedError
-from lowtide.kernels.cpu.building import build_libraries, kept_libraries, library_name
+from lowtide.kernels.cpu.building import build_library, kept_libraries, library_name
 from lowtide.kernels.cpu.sources import (
     CORE,
     KERNELS_FOLDER,
     Digests,
     Part,
-    all_parts,
     part,
+    whole,
     with_needed,
 )
 from lowtide.progress import Progress, no_progress
@@ -62,10 +62,10 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 def _load(parts: Sequence[Part], report: Progress, mode: int) -> dict[str, ctypes.CDLL]:
     """Load parts in this order; calls into them release the GIL."""
-    found, digests = dict[str, ctypes.CDLL](), Digests()
+    found = dict[str, ctypes.CDLL]()
     for each in parts:
-        built = _built_folder(each) / library_name(each, digests)
-        if not built.exists():
+        built = _built_path(each)
+        if built is None:
             break
         try:
             found[each.name] = ctypes.CDLL(str(built), mode)
@@ -81,19 +81,28 @@ def _load(parts: Sequence[Part], report: Progress, mode: int) -> dict[str, ctype
     return found
 
 
-def _built_folder(of: Part) -> Path:
-    """Return the folder of a wheel's compiled part."""
-    return of.folder / "built"
+def _built_path(of: Part) -> Path | None:
+    """Return the path of a wheel's library that has a part, or None."""
+    if not (folder := of.folder / "built").exists():
+        return None
+    path = folder / (
+        _name_of_whole() if of.folder == KERNELS_FOLDER else library_name(of, Digests())
+    )
+    return path if path.exists() else None
+
+
+@functools.cache
+def _name_of_whole() -> str:
+    return library_name(whole(), Digests())
 
 
 def build_kernels(package: Path, compiler: Sequence[str], machine: str) -> None:
-    """Compile all parts into the copy of this package at `package`, for a wheel.
+    """Compile all parts into one library in the copy of this package at `package`, for a wheel.
 
     compiler: command that compiles for `machine`, named as `platform.machine` names it there.
     Raises UnsupportedError if it fails.
     """
-    parts = [part(name) for name in all_parts()]
-    build_libraries(parts, built_folder(package), compiler, machine)
+    build_library(whole(), built_folder(package), compiler, machine)
 
 
 def built_folder(package: Path) -> Path:

@@ -19,6 +19,9 @@ KERNELS_FOLDER = Path(__file__).parent
 """Folder that the sources' includes are relative to."""
 
 CORE, DECISIONS, PACKING, PACKED, ROUNDED = "core", "decisions", "packing", "packed", "rounded"
+WHOLE = (
+    "kernels"  # all parts in one, as a wheel has them: each would bring the same runtime library
+)
 _CORE_FOLDERS = ("team", "dense", "experts", "layer")
 
 _INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
@@ -40,6 +43,11 @@ def part(name: str) -> Part:
     folders = _CORE_FOLDERS if name == CORE else (folder,)
     found = (path for each in folders for path in (KERNELS_FOLDER / each).glob("*.cpp"))
     return Part(name, tuple(sorted(found)))
+
+
+def whole() -> Part:
+    """Return the part that has all others' sources."""
+    return Part(WHOLE, tuple(path for name in all_parts() for path in part(name).sources))
 
 
 def block_types() -> list[str]:
