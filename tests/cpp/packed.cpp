@@ -170,6 +170,9 @@ void check_rounded_rows(const Library& kernels) {
     const int best = kernels.function<int()>("lowtide_best_int8")();
     const int has_avx_vnni = kernels.function<int()>("lowtide_has_avx_vnni")();
     expect(best != lowtide::INT8_AVX_VNNI || has_avx_vnni, "AVX-VNNI", best, has_avx_vnni, 0);
+    const bool has_vbmi = kernels.function<int()>("lowtide_has_vbmi")() != 0;
+    const int best_own = kernels.function<int()>("lowtide_best_own")();
+    expect(has_vbmi || best_own <= lowtide::WITH_AVX512, "VBMI", best_own);
     auto* multiply = kernels.function<MultiplyFunction>("lowtide_rounded_multiply");
     const Bytes any = any_bytes();
     for (int type = 0; type < NUM_TYPES; ++type)
