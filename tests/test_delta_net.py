@@ -12,8 +12,14 @@ from computing import Threads, Watched, on_this_thread, randn
 from torch import Tensor
 
 from lowtide.config import DeltaNetSpec
+from lowtide.errors import UnsupportedError
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.packed import PackedOperators
+from lowtide.kernels.cpu.variants import num_variants
 from lowtide.kernels.operands import DeltaRows, DeltaState, DeltaWeights
-from lowtide.kernels.reference import REFERENCE
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.layers.delta_net import CHUNK, parts_of
 from lowtide.memory.arena import Arena
@@ -201,3 +207,74 @@ def test_prompts_are_divided_at_multiples_of_their_positions() -> None:
     assert lengths(Segment(0, 5, 62, 1, kv, is_answer=True)) == [1] * 5
     assert lengths(Segment(0, 5, 62, 1, kv)) == [2, 3]
     assert [*parts_of(Segment(3, 20, 60, 1, kv))] == [slice(3, 7), slice(7, 20)]
+
+
+# Compiled
+
+
+@pytest.fixture(scope="module")
+def variants() -> list[CompiledKernels]:
+    """All that this processor can run, from the portable to the best."""
+    try:
+        library = load_kernels()
+    except UnsupportedError as error:
+        pytest.skip(f"nothing can be compiled here: {error}")
+    numbers = range(num_variants(library))
+    return [CompiledKernels(FewRows(library, n), PackedOperators(library)) for n in numbers]
+
+
+COMPILED = [*SPECS, DeltaNetSpec(1, 1, 1, 1, 1), DeltaNetSpec(4, 8, 128, 128, 4, is_tiled=True)]
+"""The last is worth several threads."""
+
+
+def stepped(
+    kernels: Kernels, case: Case, num_threads: int, in_place: bool = False
+) -> tuple[Tensor, DeltaState]:
+    workspace, out = Watched(Arena(16 << 20).bytes), case.out()
+    before = DeltaState(*(tensor.clone() for tensor in case.state))
+    after = before if in_place else case.after()
+    for row in range(len(out)):
+        one = slice(row, row + 1)
+        operands = part(case.rows, one), case.weights, before, after, out[one]
+        kernels.delta_step(*operands, workspace, num_threads)
+        before = after
+    return out, after
+
+
+@pytest.mark.parametrize("spec", COMPILED, ids=str)
+def test_compiled_steps_are_the_twins(variants: list[CompiledKernels], spec: DeltaNetSpec) -> None:
+    """Within float32's rounding; their own bits are the same in every variant, by any threads."""
+    case = Case.of(spec, 5, torch.bfloat16)
+    wanted, wanted_state = stepped(REFERENCE, case, 1)
+    first, state = stepped(variants[0], case, 1)
+    torch.testing.assert_close(first.float(), wanted.float(), atol=1e-4, rtol=2**-7)
+    torch.testing.assert_close(state.matrices, wanted_state.matrices, atol=1e-5, rtol=1e-5)
+    assert torch.equal(state.tail, wanted_state.tail)
+    for kernels in variants:
+        for num_threads, in_place in ((1, True), (2, False), (5, True)):
+            again, state_again = stepped(kernels, case, num_threads, in_place)
+            assert torch.equal(again, first)
+            assert all(map(torch.equal, state_again, state))
+
+
+def test_compiled_rows_at_once_are_single_steps(variants: list[CompiledKernels]) -> None:
+    case = Case.of(COMPILED[-1], 8, torch.bfloat16)
+    wanted, wanted_state = stepped(variants[-1], case, 1)
+    few_rows, out, after = FewRows(load_kernels()), case.out(), case.after()
+    few_rows.delta_steps(case.rows, case.weights, case.state, after, out, 2)
+    assert torch.equal(out, wanted) and all(map(torch.equal, after, wanted_state))
+
+
+def test_a_compiled_gate_is_the_twins(variants: list[CompiledKernels]) -> None:
+    workspace = Watched(Arena(16 << 20).bytes)
+    weight = randn(24, seed=1)
+    for num_rows in (1, 3, 700):
+        x, gates = (randn(num_rows, 4, 24, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
+        gates[0, 0, :2] = torch.tensor([-90.0, 90.0])
+        wanted = x.clone()
+        REFERENCE.gated_norm(wanted, gates, weight, 1e-6, workspace)
+        found = [x.clone() for _ in variants]
+        for kernels, out in zip(variants, found, strict=True):
+            kernels.gated_norm(out, gates, weight, 1e-6, workspace, 2)
+            assert torch.equal(out, found[0])
+        torch.testing.assert_close(found[0].float(), wanted.float(), atol=1e-6, rtol=2**-7)

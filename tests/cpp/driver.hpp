@@ -160,5 +160,6 @@ void check_blocks(const Library& kernels);
 void check_rounded_rows(const Library& kernels);
 void check_sections(const Library& kernels);
 void check_buddies(const Library& kernels);
+void check_delta(const Library& kernels);
 
 }  // namespace driver

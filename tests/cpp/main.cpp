@@ -30,6 +30,7 @@ int main(int num_arguments, char** arguments) {
     check_rounded_rows(kernels);
     check_sections(kernels);
     check_buddies(kernels);
+    check_delta(kernels);
     for (const std::string& name : called()) std::printf("%s\n", name.c_str());
     std::printf(num_wrong == 0 ? "all is as it should be\n" : "%ld things are wrong\n", num_wrong);
     return num_wrong == 0 ? 0 : 1;

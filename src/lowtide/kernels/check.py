@@ -64,6 +64,8 @@ _FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rotate_pairs": (None, _INT, _INT, _P, _LONG, _LONG, _P, _P, *3 * (_LONG,)),
         "silu_times": (None, _INT, _INT, _P, _P, _LONG),
         "weigh_rows": (None, _INT, _P, _P, _LONG, _LONG),
+        "silu_weigh": (None, _INT, _INT, _P, _LONG, _P, _LONG, _LONG, _LONG),
+        "delta_steps": (None, _INT, _INT, _P, _P),
     },
     PACKING: {"quantised_pack": (None, _INT, _INT, _INT, _P, _P, _P, _LONG, _LONG)},
     PACKED: {
@@ -386,8 +388,48 @@ def _between_products(kernels: Kernels) -> Iterator[Case]:
         return out
 
     yield Case("weighed rows", weigh_rows)
+
+    def silu_weigh(variant: int) -> array[int]:
+        out = array("H", x)
+        strides = heads * length, _at(other), heads * length
+        kernels.silu_weigh(variant, _THREADS, _at(out), *strides, rows, heads * length)
+        return out
+
+    yield Case("rows weighed by SiLU", silu_weigh)
+    yield _delta_net(kernels, draw)
     yield from _attention(kernels, draw)
     yield _router(kernels, draw)
+
+
+def _delta_net(kernels: Kernels, draw: _Draw) -> Case:
+    """Rows of a gated delta-net with a state."""
+    key_heads, value_heads, key_width, value_width, kernel, num_rows = 2, 4, 24, 40, 4, 3
+    channels, width = (
+        2 * key_heads * key_width + value_heads * value_width,
+        value_heads * value_width,
+    )
+    mixed, tail = draw.bf16(num_rows * channels), draw.bf16((kernel - 1) * channels)
+    beta, time = (draw.bf16(num_rows * value_heads) for _ in range(2))
+    conv, matrices = (
+        draw.floats(channels * kernel),
+        draw.floats(value_heads * key_width * value_width),
+    )
+    decay = array("f", (-abs(each) for each in draw.floats(value_heads)))
+    time_bias = draw.floats(value_heads)
+    spec = struct("DeltaSpec")(key_heads, value_heads, key_width, value_width, kernel, 1)
+    weights = struct("DeltaWeights")(spec, _at(conv), _at(decay), _at(time_bias))
+
+    def run(variant: int) -> array[float]:
+        tail_after, after = array("H", bytes(2 * len(tail))), array("f", bytes(4 * len(matrices)))
+        out = array("H", bytes(2 * num_rows * width))
+        given = _at(mixed), channels, _at(beta), value_heads, _at(time), value_heads
+        states = _at(tail), _at(tail_after), _at(matrices), _at(after)
+        rows = struct("DeltaRows")(*given, *states, _at(out), width, num_rows)
+        addresses = ctypes.addressof(rows), ctypes.addressof(weights)
+        kernels.delta_steps(variant, _THREADS, *addresses)
+        return array("f", [*_wide(out), *_wide(tail_after), *after])
+
+    return Case("delta-net", run, is_bf16=False)
 
 
 def _attention(kernels: Kernels, draw: _Draw) -> Iterator[Case]:

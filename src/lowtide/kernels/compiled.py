@@ -26,6 +26,9 @@ from lowtide.kernels.int8_rows import GroupedMatrix
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.kernels.operands import (
     AnyWeights,
+    DeltaRows,
+    DeltaState,
+    DeltaWeights,
     ExpertChoice,
     ExpertWeights,
     Matrix,
@@ -187,6 +190,36 @@ class CompiledKernels(Kernels):
             self._few_rows.weigh_rows(x, gates)
         else:
             super().weigh_rows(x, gates)
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        weight: Tensor,
+        eps: float,
+        workspace: Buffers,
+        num_threads: int = 1,
+    ) -> None:
+        if is_on_host(x) and is_on_host(gates):
+            self.rms_norm(x, weight, eps, workspace, x, num_threads)
+            self._few_rows.silu_weigh(x, gates, num_threads)
+        else:
+            super().gated_norm(x, gates, weight, eps, workspace, num_threads)
+
+    def delta_step(
+        self,
+        row: DeltaRows,
+        weights: DeltaWeights,
+        before: DeltaState,
+        after: DeltaState,
+        out: Tensor,
+        workspace: Buffers,
+        num_threads: int = 1,
+    ) -> None:
+        if is_on_host(row.mixed):
+            self._few_rows.delta_steps(row, weights, before, after, out, num_threads)
+        else:
+            super().delta_step(row, weights, before, after, out, workspace, num_threads)
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice

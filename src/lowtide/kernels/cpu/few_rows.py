@@ -17,10 +17,11 @@ import functools
 import torch
 from torch import Tensor
 
+from lowtide.config import DeltaNetSpec
 from lowtide.kernels.cpu.library import functions_of, struct
 from lowtide.kernels.cpu.variants import VARIANTS, num_variants
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
-from lowtide.kernels.operands import ExpertChoice
+from lowtide.kernels.operands import DeltaRows, DeltaState, DeltaWeights, ExpertChoice
 
 MAX_HEAD_DIM = 1024
 """`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
@@ -43,6 +44,8 @@ _FUNCTIONS = {
     "rotate_pairs": (None, _INT, _INT, _P, _LONG, _LONG, _P, _P, *3 * (_LONG,)),
     "silu_times": (None, _INT, _INT, _P, _P, _LONG),
     "weigh_rows": (None, _INT, _P, _P, _LONG, _LONG),
+    "silu_weigh": (None, _INT, _INT, _P, _LONG, _P, _LONG, _LONG, _LONG),
+    "delta_steps": (None, _INT, _INT, _P, _P),
     "multiply_float32": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
     "choose_experts": (None, _INT, _P, _INT, *4 * (_P,), _LONG),
 }
@@ -241,6 +244,62 @@ class FewRows:
         addresses = x.data_ptr(), gates.data_ptr()
         self._functions["weigh_rows"](self.number, *addresses, *x.shape)
 
+    def silu_weigh(self, x: Tensor, gates: Tensor, num_threads: int = 1) -> None:
+        """Compute `x *= silu(gates)` in float32 and rounded once, of any number of rows.
+
+        x, gates [rows, heads, length], heads adjacent.
+        """
+        num_rows, num_heads, length = x.shape
+        self._functions["silu_weigh"](
+            self.number,
+            num_threads,
+            x.data_ptr(),
+            x.stride(0),
+            gates.data_ptr(),
+            gates.stride(0),
+            num_rows,
+            num_heads * length,
+        )
+
+    def delta_steps(
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        before: DeltaState,
+        after: DeltaState,
+        out: Tensor,
+        num_threads: int = 1,
+    ) -> None:
+        """Compute `Kernels.delta_step` of each row, one after the other.
+
+        Elements of rows are adjacent; weights and states are contiguous.
+        """
+        spec, (mixed, beta, time) = weights.spec, rows
+        of_rows = struct("DeltaRows")(
+            mixed=mixed.data_ptr(),
+            mixed_stride=mixed.stride(0),
+            beta=beta.data_ptr(),
+            beta_stride=beta.stride(0),
+            time=time.data_ptr(),
+            time_stride=time.stride(0),
+            tail_before=before.tail.data_ptr(),
+            tail_after=after.tail.data_ptr(),
+            before=before.matrices.data_ptr(),
+            after=after.matrices.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            num_rows=len(mixed),
+        )
+        of_weights = struct("DeltaWeights")(
+            spec=_delta_spec(spec),
+            conv=weights.conv.data_ptr(),
+            decay=weights.decay.data_ptr(),
+            time_bias=weights.time_bias.data_ptr(),
+        )
+        self._functions["delta_steps"](
+            self.number, num_threads, ctypes.addressof(of_rows), ctypes.addressof(of_weights)
+        )
+
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
     ) -> tuple[Tensor, Tensor]:
@@ -267,6 +326,18 @@ class FewRows:
 def is_on_host(x: Tensor) -> bool:
     """Return True if x is bfloat16 in host memory."""
     return x.dtype is torch.bfloat16 and x.is_cpu
+
+
+@functools.cache
+def _delta_spec(spec: DeltaNetSpec) -> ctypes.Structure:
+    return struct("DeltaSpec")(
+        key_heads=spec.key_heads,
+        value_heads=spec.value_heads,
+        key_width=spec.key_width,
+        value_width=spec.value_width,
+        kernel=spec.kernel,
+        is_tiled=spec.is_tiled,
+    )
 
 
 @functools.cache

@@ -7,6 +7,40 @@
 
 namespace lowtide {
 
+// Of a gated delta-net. is_tiled: value head h uses key head h % key_heads, not that of its group.
+// Shared with Python.
+struct DeltaSpec {
+    long key_heads, value_heads, key_width, value_width, kernel;
+    int is_tiled;
+
+    long channels() const { return 2 * key_heads * key_width + value_heads * value_width; }
+};
+
+// conv [channels, kernel], the oldest row first; decay, time_bias [value_heads].
+struct DeltaWeights {
+    DeltaSpec spec;
+    const float *conv, *decay, *time_bias;
+};
+
+// Consecutive rows of a sequence, as a gated delta-net projects them, and its state before and after
+// them: mixed [num_rows, channels], all queries, keys and values; beta, time [num_rows, value_heads];
+// tails [kernel - 1, channels]; matrices [value_heads, key_width, value_width]; out [num_rows,
+// value_heads, value_width]. Strides between rows are given, tails have none.
+struct DeltaRows {
+    const bf16* mixed;
+    long mixed_stride;
+    const bf16* beta;
+    long beta_stride;
+    const bf16* time;
+    long time_stride;
+    const bf16* tail_before;
+    bf16* tail_after;
+    const float* before;
+    float* after;
+    bf16* out;
+    long out_stride, num_rows;
+};
+
 // How experts are chosen by their logits, and weighted. Shared with Python.
 struct Choice {
     long num_experts, num_chosen, num_groups, num_groups_kept, num_group_best;
@@ -74,6 +108,16 @@ void lowtide_rotate_pairs(
 );
 
 void lowtide_silu_times(int variant, int num_threads, bf16* gate, const bf16* up, long length);
+
+void lowtide_delta_steps(
+    int variant, int num_threads, const lowtide::DeltaRows* rows,
+    const lowtide::DeltaWeights* weights
+);
+
+void lowtide_silu_weigh(
+    int variant, int num_threads, bf16* x, long x_stride, const bf16* gates, long gates_stride,
+    long num_rows, long length
+);
 
 void lowtide_weigh_rows(int variant, bf16* x, const bf16* gates, long num_rows, long length);
 

@@ -34,6 +34,7 @@ NAMED(float, "float");
 NAMED(double, "double");
 NAMED(Choice, "Choice");
 NAMED(ExpertPlaces, "ExpertPlaces");
+NAMED(DeltaSpec, "DeltaSpec");
 NAMED(Matrix, "Matrix");
 NAMED(Norm, "Norm");
 NAMED(Experts, "Experts");
@@ -84,6 +85,15 @@ constexpr Field FIELDS[] = {
     FIELD(LatentAttention, fixed_dim), FIELD(LatentAttention, rotary_dim),
     FIELD(LatentAttention, rank), FIELD(LatentAttention, value_dim),
     FIELD(LatentAttention, angles), FIELD(LatentAttention, scale),
+    FIELD(DeltaSpec, key_heads), FIELD(DeltaSpec, value_heads), FIELD(DeltaSpec, key_width),
+    FIELD(DeltaSpec, value_width), FIELD(DeltaSpec, kernel), FIELD(DeltaSpec, is_tiled),
+    FIELD(DeltaWeights, spec), FIELD(DeltaWeights, conv), FIELD(DeltaWeights, decay),
+    FIELD(DeltaWeights, time_bias),
+    FIELD(DeltaRows, mixed), FIELD(DeltaRows, mixed_stride), FIELD(DeltaRows, beta),
+    FIELD(DeltaRows, beta_stride), FIELD(DeltaRows, time), FIELD(DeltaRows, time_stride),
+    FIELD(DeltaRows, tail_before), FIELD(DeltaRows, tail_after), FIELD(DeltaRows, before),
+    FIELD(DeltaRows, after), FIELD(DeltaRows, out), FIELD(DeltaRows, out_stride),
+    FIELD(DeltaRows, num_rows),
     FIELD(Experts, router), FIELD(Experts, is_float32), FIELD(Experts, logit_bias),
     FIELD(Experts, bias), FIELD(Experts, choice), FIELD(Experts, run), FIELD(Experts, mlps),
     FIELD(Experts, variant), FIELD(Experts, types), FIELD(Experts, places), FIELD(Experts, width),

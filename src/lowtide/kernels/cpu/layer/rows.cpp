@@ -166,6 +166,26 @@ void lowtide_silu_times(int variant, int num_threads, bf16* gate, const bf16* up
     });
 }
 
+// x = x * silu(gates), in place, in float32 and rounded once: [num_rows, length], of which rows'
+// strides are given.
+void lowtide_silu_weigh(
+    int variant, int num_threads, bf16* x, long x_stride, const bf16* gates, long gates_stride,
+    long num_rows, long length
+) {
+    by_rows(num_threads, num_rows, bytes_of(length), [=](long first, long number) {
+        vectorised(variant, [=]() INLINED_LAMBDA {
+            for (long row = first; row < first + number; ++row) {
+                bf16* const to = x + row * x_stride;
+                const bf16* const from = gates + row * gates_stride;
+                for (long i = 0; i < length; ++i) {
+                    const float gate = widen(from[i]);
+                    to[i] = round_bf16(widen(to[i]) * (gate / (1.0f + exponential(-gate))));
+                }
+            }
+        });
+    });
+}
+
 // x [num_rows, length], each row multiplied by the sigmoid of its gate [num_rows], rounded after
 // each of the two. Rows are adjacent.
 void lowtide_weigh_rows(int variant, bf16* x, const bf16* gates, long num_rows, long length) {
