@@ -336,6 +336,11 @@ def test_every_architecture_has_a_family() -> None:
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
     )
     for name in ("BailingMoeV2ForCausalLM", "LLaDA2MoeModelLM"):
         assert read_config(ling_config(architectures=[name])).family in families()
