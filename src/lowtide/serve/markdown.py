@@ -84,10 +84,10 @@ class _Headings:
 def _leaf(token: Token, is_linked: bool) -> Node:
     """Return an element without children. is_linked: it is part of a link."""
     match token.type:
-        case "softbreak":
-            return "\n"
-        case "hardbreak" | "hr":
-            return [token.tag, {}]
+        case "softbreak" | "hardbreak":  # as in other chats: a line of an answer stays one
+            return ["br", {}]
+        case "hr":
+            return ["hr", {}]
         case "code_inline":
             return ["code", {}, token.content]
         case "fence" | "code_block":
