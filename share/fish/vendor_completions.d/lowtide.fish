@@ -363,6 +363,9 @@ complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l text -d 'Text 
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l pieces -d 'How many parts of the text to run. Default: 16.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l inputs -l no-inputs -d 'Also record experts\' inputs, for pack and --format with --calibration.'
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l buddies -l no-buddies -d 'Also record which expert can stand in for which, for buddymoe.'
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l buddy-weights -l no-buddy-weights -d 'Count the tokens of two experts by the lesser of the two weights.'
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l buddy-temperature -d 'Temperature of a token\'s weights in buddymoe\'s entropy gate. Default: 1.0.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l buddy-alpha -d 'Share of co-activations that buddies cover: one, one for each MoE layer (0.9,0.95), or the first and the last layer\'s (0.99:0.9).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l out -d 'The file to write; by default one in your cache, where it is found by itself.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l machine -d 'Profile that the table of intervals is for; default: rtx3090.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
