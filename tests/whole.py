@@ -23,6 +23,7 @@ from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
+from lowtide.experts.account import account_of
 from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.layers.batch import Batch
@@ -269,6 +270,26 @@ def check_idle(llm: LLM) -> None:
     num_held = ledger.num_resident + len(experts.host.read_ahead)
     assert ledger.num_free + num_held == ledger.num_slots
     assert is_all_free(llm._engine.kv_cache)
+    check_account(llm)
+
+
+def check_account(llm: LLM) -> None:
+    """Assert that an engine's counts of experts add up, whatever was run, cancelled or failed."""
+    stats = llm.stats()
+    account, slot_bytes = account_of(stats), llm._engine.experts.host.slots.layout.num_bytes
+    for name in ("rows", "moves", "prefetched"):
+        total, *parts = account[name].values()
+        assert total == sum(parts) and min(parts) >= 0, (name, account[name])
+    link, disk = account["link"], account["disk"]
+    assert link["bytes"] == link["experts"] * slot_bytes, link
+    each = {*stored_bytes(llm)}
+    if len(each) == 1:
+        assert disk["bytes"] - disk["given_up_bytes"] == disk["experts"] * each.pop(), disk
+
+
+def stored_bytes(llm: LLM) -> list[int]:
+    """Return the bytes of an expert of each layer in the checkpoint."""
+    return [sum(layer.part_bytes) for layer in llm._engine.facts.weight_map.experts.layers]
 
 
 @contextmanager

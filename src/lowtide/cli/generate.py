@@ -17,7 +17,14 @@ from lowtide.cli.options import Settings
 from lowtide.cli.outlook import context_note, outlook, plan_line
 from lowtide.cli.passes import steps_table
 from lowtide.cli.prompt import Question, read_prompt
-from lowtide.cli.report import answer_object, json_line, plan_table, speed, speed_line
+from lowtide.cli.report import (
+    account_table,
+    answer_object,
+    json_line,
+    plan_table,
+    speed,
+    speed_line,
+)
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.errors import LowtideError, UsageError
@@ -141,6 +148,8 @@ def _on_screen(
         else:
             view = make_view(llm, prompt, console)
             answer = ask_showing(llm, prompt, params, question.is_raw, view)
+        if settings.flag("verbose") and llm.plan.num_experts:
+            stderr_console().print(account_table(llm.stats()))
         return answer, answer_line(answer, llm, settings.flag("verbose"))
 
 
@@ -206,7 +215,7 @@ def _print_all(answer: Answer, llm: LLM) -> None:
         writer.finish(completion.text)
 
 
-def _stats(stats: Mapping[str, object], answer: Answer) -> dict[str, object]:
+def _stats(stats: Mapping[str, float], answer: Answer) -> dict[str, float]:
     num_tokens = answer.usage.completion_tokens
     times = {
         "generation_s": answer.generation_s,

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.outlook import prediction_object, speed_text
 from lowtide.cli.screen import number_table
 from lowtide.core import CacheMode
+from lowtide.experts.account import account_of, account_rows
 from lowtide.files.json_file import as_json
 from lowtide.plan import MemoryPlan, SpeedRange, plan_facts, plan_rows, plan_tiers
 
@@ -47,16 +49,27 @@ def plan_table(plan: MemoryPlan) -> Group:
 
 
 def answer_object(
-    completions: Sequence[Completion], stats: Mapping[str, object], plan: MemoryPlan
+    completions: Sequence[Completion], stats: Mapping[str, float], plan: MemoryPlan
 ) -> dict[str, object]:
     """Return the object of `generate --json`.
 
     It is the first answer; several are also listed under `answers`. It has `reasoning` for a model
-    that thinks, and `logprobs` if requested.
+    that thinks, and `logprobs` if requested. `stats` has the counters of experts also as sums,
+    under `account`.
     """
     answers = [_completion_object(completion) for completion in completions]
     several = {"answers": answers} if len(answers) > 1 else {}
-    return {**answers[0], "stats": dict(stats), "plan": plan_object(plan), **several}
+    account = {"account": account_of(stats)} if plan.num_experts else {}
+    told = {"stats": {**stats, **account}, "plan": plan_object(plan)}
+    return {**answers[0], **told, **several}
+
+
+def account_table(stats: Mapping[str, float]) -> Table:
+    """Make a table of the experts since the model was loaded, each row a sum."""
+    table = number_table("experts since loading", ["", "", "of these"], left=["", "of these"])
+    for row in account_rows(stats):
+        table.add_row(*row)
+    return table
 
 
 def speed_line(

@@ -137,9 +137,19 @@ class CompiledResidents:
         stats.num_ahead += struct.num_ahead
         stats.num_late += struct.num_late
         stats.num_wasted += struct.num_wasted
-        struct.num_ahead = struct.num_late = struct.num_wasted = 0
+        stats.num_begun_ahead += struct.num_begun_ahead
+        struct.num_ahead = struct.num_late = struct.num_wasted = struct.num_begun_ahead = 0
+        asked.num_moves_dropped += struct.num_left_out
+        asked.num_expert_rows += struct.num_rows
+        asked.num_host_rows += struct.num_here_rows
+        asked.num_disk_rows += struct.num_absent_rows
+        struct.num_rows = struct.num_here_rows = struct.num_absent_rows = 0
+        stats.num_read += struct.num_read
+        stats.given_up_bytes += struct.given_up_bytes
+        struct.num_read = struct.given_up_bytes = 0
         while self._read_bytes:
             stats.read_bytes += self._read_bytes.popleft()
+            stats.num_read += 1
         stats.wait_s += struct.wait_s
         struct.num_hits = struct.num_misses = struct.num_admitted = struct.num_evicted = 0
         struct.read_bytes = struct.num_left_out = 0
@@ -153,7 +163,10 @@ class CompiledResidents:
             if not ticket.done():
                 self._host.set_aside(slot, ticket)
         self._tickets.clear()
-        self._struct.num_asked = 0
+        struct = self._struct
+        struct.num_asked = 0
+        # Nothing is claimed any more of what was read ahead.
+        struct.num_wasted = struct.num_begun_ahead - struct.num_ahead
         self._is_waiting = None
         if self._compiled is None or self._compiled.drain(self._host.end_limit_s):
             return

@@ -47,6 +47,7 @@ class DeviceExpertExecutor:
         self._beside = beside
         self._scratch = scratch
         self._link = device.link
+        self._moves: Moves | None = None  # of the layer, once asked for, until they are obeyed
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
         """Make exactly `initial[layer]` resident on the device."""
@@ -98,7 +99,7 @@ class DeviceExpertExecutor:
             return
         assignment, fetch = plan.decision.assignment, plan.decision.assignment.fetch.tolist()
         self._keep: set[int] = set()
-        self._moves: Moves | None = None
+        self._moves = None
         self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
         self._link.begin_layer(work.layer)
         # By expert to fetch: its copy, if begun.
@@ -131,14 +132,28 @@ class DeviceExpertExecutor:
     def abandon(self) -> None:
         """Recover from a failure: free all slots, once nothing uses or fills them."""
         self._beside.stop()
+        self._link.stats.num_moves_dropped += self._num_moves_left
+        self._moves = None
         self.device.abandon()
         self.host.abandon()
 
     def as_dict(self) -> dict[str, float]:
         """Return the counters, with those of the link, which carries out moves here."""
-        stats = self._link.stats
-        link_bytes = stats.num_copies * self.host.slots.layout.num_bytes
-        return {"num_on_host": self.num_on_host, **stats.as_dict(), "link_bytes": link_bytes}
+        stats, prefetch = self._link.stats, self._link.stats.prefetch
+        return {
+            "num_on_host": self.num_on_host,
+            **stats.as_dict(),
+            "num_copies": stats.num_copies,
+            "num_moves_waiting": self._link.num_moves_waiting + self._num_moves_left,
+            "num_prefetches_used": prefetch.num_hits + prefetch.num_late,
+            "num_prefetches_dropped": prefetch.num_wasted,
+            "num_prefetches_waiting": self._link.num_staged,
+        }
+
+    @property
+    def _num_moves_left(self) -> int:
+        """Return the number of experts whose moves are for the layer's last tile."""
+        return 0 if self._moves is None else len(self._moves.admit)
 
     def _run_shares(self, plan: Plan) -> None:
         host, tile = self._beside, self._tile
@@ -202,6 +217,7 @@ class DeviceExpertExecutor:
         due = moves if tile.is_last else self._due(moves, at_hand)
         if tile.is_last:
             self._link.end_layer()
+            self._moves = None
         self._keep |= self._link.obey(work.layer, due, at_hand)
 
     def _due(self, moves: Moves, at_hand: Collection[int]) -> Moves:

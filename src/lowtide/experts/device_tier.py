@@ -109,6 +109,7 @@ class DeviceTier:
 
     def end_pass(self, host: HostTier) -> None:
         """End a pass: carry out the moves that are owed, and wait for them."""
+        self.link.end_pass()
         owed = self.link.take_owed()
         for layer, experts in owed.items():
             for expert, host_slot in self._in_host_memory(host, layer, experts):

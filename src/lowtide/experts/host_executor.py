@@ -164,7 +164,14 @@ class HostExpertExecutor:
 
     def as_dict(self) -> dict[str, float]:
         """Return the executor's own counters."""
-        return {}
+        stats = self.host.stats
+        return {
+            "num_moves_waiting": 0,
+            "num_prefetched": stats.num_begun_ahead,
+            "num_prefetches_used": stats.num_ahead,
+            "num_prefetches_dropped": stats.num_wasted,
+            "num_prefetches_waiting": len(self.host.read_ahead),
+        }
 
     # The same in parts, for a host beside a device
 

@@ -148,6 +148,7 @@ class HostTier:
                 self.ledger.drop(read.slot)
             else:
                 self.bind(read)
+        self._count_dropped(self.late.num_forgotten)
 
     def settle(self) -> None:
         """Free the slots whose uses are done, and those of ended reads that nothing waits for."""
@@ -231,8 +232,9 @@ class HostTier:
 
         Slots of reads that do not end within `END_LIMIT_S` stay blocked.
         """
-        self.read_ahead.claim()
+        self.stats.num_wasted += len(self.read_ahead.claim())
         self.late.forget()
+        self._count_dropped(self.late.num_forgotten)
         if self._end_reads(self.end_limit_s):
             self.transfer.drain()
         else:  # when a read without a ticket has ended is never known
@@ -251,7 +253,10 @@ class HostTier:
     def start_for_later(self) -> bool:
         """Give free slots to experts read for another step; True if that needs more of them."""
         is_late = self.late.start_reads(self.start_read)
-        return self.read_ahead.start_reads(self.start_read) or is_late
+        num_begun = len(self.read_ahead)
+        is_waiting = self.read_ahead.start_reads(self.start_read)
+        self.stats.num_begun_ahead += len(self.read_ahead) - num_begun
+        return is_waiting or is_late
 
     def stop_waiting(self) -> None:
         """Announce `close`: a pass may wait only `CLOSING_PASS_S` more for reads; thread-safe."""
@@ -286,6 +291,7 @@ class HostTier:
         while read.slot in self._filling:
             try:
                 self.stats.read_bytes += read.ticket.result(min(INTERRUPT_POLL_S, WAIT_LIMIT_S))
+                self.stats.num_read += 1
                 del self._filling[read.slot]
             except TimeoutError:
                 self.check_open()
@@ -324,6 +330,12 @@ class HostTier:
         self._set_aside.update((slot, each) for slot, each in filling.items() if each in stuck)
         self._set_aside = {s: each for s, each in self._set_aside.items() if not each.done()}
         return not self._set_aside
+
+    def _count_dropped(self, num_moves: int) -> None:
+        """Count experts that were to be resident, and are not."""
+        self.late.num_forgotten = 0
+        self.stats.num_moves_done -= num_moves
+        self.stats.num_moves_dropped += num_moves
 
     def stalled(self, read: PendingRead) -> StorageError:
         """Return the error of a read that does not end."""

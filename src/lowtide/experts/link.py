@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import BoolArray, FloatArray, IntArray, Moves
+from lowtide.core import NO_EXPERTS, BoolArray, FloatArray, IntArray, Moves
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.slots import NO_SLOT, SlotLedger
 from lowtide.experts.stats import LinkStats
 from lowtide.policies.prefetch import PrefetchOutcome
 from lowtide.threads.event import Event
+
+_NO_LAYER = -1
 
 
 class Arrival(NamedTuple):
@@ -72,6 +74,8 @@ class Link:
         self._owed: dict[int, list[_Wanted]] = {}  # by layer: moves that this pass ends with
         self._in_flight: deque[Event] = deque()
         self._num_copies = 0
+        self._num_open = 0  # experts asked to become resident, neither so nor dropped yet
+        self._unheard: PrefetchOutcome | None = None  # of a pass' end, for the next `end_prefetch`
         self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
 
     def is_kept(self, layer: int) -> BoolArray:
@@ -124,7 +128,7 @@ class Link:
 
     def load(self, layer: int, expert: int, host_slot: int) -> None:
         """Make an absent expert resident at once, before the first step."""
-        arrival = self._copy(host_slot, is_move=True)
+        arrival = self._copy(host_slot, is_move=True, is_counted=False)
         arrival.event.wait()
         self.ledger.bind(layer, expert, arrival.slot)
 
@@ -136,11 +140,13 @@ class Link:
         victims stay until then. New moves of a layer replace its old ones that have not begun.
         """
         keep = {expert for expert, arrival in at_hand.items() if arrival and arrival.is_move}
-        self._owed.pop(layer, None)  # of an interrupted pass
+        self.drop_moves(len(self._owed.pop(layer, ())))  # of an interrupted pass
         if not len(moves.admit) and not len(moves.evict):
             return keep
+        self._num_open += len(moves.admit)
         for key in [key for key in self._moves if key[0] == layer]:
             self._forget_move(key)
+            self.drop_moves(1)
         waiting: list[_Wanted] = []
         admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
         victims: list[int | None] = list(moves.evict.tolist())
@@ -150,7 +156,7 @@ class Link:
         for expert, victim in pairs:
             if expert in at_hand:
                 keep.add(expert)
-                self.stats.num_moves_done += 1
+                self._count_done()
                 leaving.append(victim)
             else:
                 waiting.append(_Wanted(layer, expert, victim))
@@ -186,9 +192,10 @@ class Link:
         before their layer: later work needs the slots.
         """
         self._ahead.clear()
+        told, self._unheard = self._unheard, None
         staged = {key: arrival for key, arrival in self._coming.items() if not arrival.is_move}
         if not staged:
-            return None
+            return told
         outcome, used = PrefetchOutcome(), frozenset(fetch.tolist())
         for (its_layer, expert), arrival in staged.items():
             if its_layer != layer or expert not in used:
@@ -199,7 +206,16 @@ class Link:
             else:
                 outcome.num_late += 1
         self.stats.prefetch.add(outcome)
+        if told is not None:
+            outcome.add(told)
         return outcome
+
+    def end_pass(self) -> None:
+        """Drop prefetches that no layer has asked for: those of layers that were wholly resident.
+
+        The policy is told with the next layer's.
+        """
+        self._unheard = self.end_prefetch(_NO_LAYER, NO_EXPERTS)
 
     def pump(self, idle_s: float = 0.0) -> None:
         """Make arrived moves resident; begin waiting transfers while the link would be idle.
@@ -239,6 +255,21 @@ class Link:
         self._coming[(layer, expert)] = self._copy(host_slot, is_move=True)
         self._count_move()
 
+    def drop_moves(self, num_moves: int) -> None:
+        """Count experts that were to be resident, and will not be."""
+        self._num_open -= num_moves
+        self.stats.num_moves_dropped += num_moves
+
+    @property
+    def num_moves_waiting(self) -> int:
+        """Return the number of experts that wait to become resident."""
+        return self._num_open
+
+    @property
+    def num_staged(self) -> int:
+        """Return the number of prefetched experts that no layer has asked for yet."""
+        return sum(not arrival.is_move for arrival in self._coming.values())
+
     def wait_for_moves(self) -> None:
         """Wait until every running move has arrived; DeviceError if one failed."""
         for arrival in self._coming.values():
@@ -274,6 +305,7 @@ class Link:
         No slot is being filled afterwards. Raises DeviceError if a copy failed.
         """
         self.bind_arrived()
+        self.stats.prefetch.num_wasted += self.num_staged
         for key in list(self._coming):
             self._drop_arrival(*key)
         self._forget_copies()
@@ -284,6 +316,7 @@ class Link:
         for layer, expert in self._unproven:
             self._evict(layer, expert)
         self._unproven.clear()
+        self.stats.prefetch.num_wasted += self.num_staged
         self._coming.clear()
         self._forget_copies()
         self._last_use = [None] * self.ledger.num_slots
@@ -292,13 +325,14 @@ class Link:
     def _forget_copies(self) -> None:
         """Forget copies, which have all ended."""
         self._ahead.clear()
+        self.drop_moves(self._num_open)
         self._moves.clear()
         self._waits[:] = False
         self._owed.clear()
         self._under_way = None
         self._in_flight.clear()
 
-    def _copy(self, host_slot: int, is_move: bool) -> Arrival:
+    def _copy(self, host_slot: int, is_move: bool, is_counted: bool = True) -> Arrival:
         slot = self.ledger.take()
         source = self._host.slots.image(host_slot)
         event = self._device.copy(source, slot, self._last_use[slot])
@@ -306,6 +340,8 @@ class Link:
         self._host.used_by(host_slot, event)
         self._in_flight.append(event)
         self._num_copies += 1
+        if is_counted:
+            self.stats.link_bytes += source.nbytes
         return Arrival(slot, event, self._num_copies - 1, is_move)
 
     def _begin_next(self) -> bool:
@@ -342,6 +378,7 @@ class Link:
         for key, wanted in list(self._moves.items()):
             if self.ledger.has(*key) or key in self._coming:
                 self._forget_move(key)
+                self.drop_moves(1)
             elif (
                 wanted.layer != self._under_way
                 and self._host.ledger.has(*key)
@@ -376,7 +413,11 @@ class Link:
 
     def _count_move(self) -> None:
         self.stats.num_moved += 1
+        self._count_done()
+
+    def _count_done(self) -> None:
         self.stats.num_moves_done += 1
+        self._num_open -= 1
 
     def _evict(self, layer: int, expert: int | None) -> None:
         """Evict a resident, or an expert that is becoming one."""

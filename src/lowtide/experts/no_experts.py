@@ -13,7 +13,7 @@ from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertObserver, Observer
-from lowtide.experts.stats import ExpertLook, ExpertStats, HostStats
+from lowtide.experts.stats import NO_ADVANCES, ExpertLook, ExpertStats, HostStats
 from lowtide.policies.receipt import Receipt
 
 
@@ -54,7 +54,8 @@ class NoExperts:
 
     def as_dict(self) -> dict[str, float]:
         """Return the counters of a runtime without a device, all at their start; no hit rate."""
-        return {**asdict(ExpertStats()), **asdict(HostStats()), "hit_rate": math.nan}
+        stats = ExpertStats()
+        return {**asdict(stats), **asdict(HostStats()), **NO_ADVANCES, "hit_rate": math.nan}
 
     def stop_waiting(self) -> None:
         """Do nothing."""

@@ -101,6 +101,7 @@ class LateReads:
         self._ledger = ledger
         self._waiting: deque[tuple[int, int]] = deque()  # layer, expert
         self._pending: dict[int, list[PendingRead]] = {}  # by layer
+        self.num_forgotten = 0  # experts, until they are counted
 
     @property
     def layers(self) -> list[int]:
@@ -120,10 +121,13 @@ class LateReads:
 
     def end(self, layer: int) -> list[PendingRead]:
         """Return a layer's reads, for the caller to wait for; forgets those without a slot."""
+        num_waiting = len(self._waiting)
         self._waiting = deque(each for each in self._waiting if each[0] != layer)
+        self.num_forgotten += num_waiting - len(self._waiting)
         return self._pending.pop(layer, [])
 
     def forget(self) -> None:
         """Recover from a failure: forget all; the caller waits for running reads."""
+        self.num_forgotten += len(self._waiting) + sum(map(len, self._pending.values()))
         self._waiting.clear()
         self._pending.clear()

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import Demand, Facts, IntArray, MoEShape, Moves, Step
+from lowtide.core import BoolArray, Demand, Facts, IntArray, MoEShape, Moves, Step
 from lowtide.experts.capacity import Capacity
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
@@ -34,6 +34,7 @@ from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.slot_lending import ExpertUse
+from lowtide.policies.substitution import replaced
 from lowtide.progress import Progress, no_progress
 
 SAMPLE_S = 0.1
@@ -197,13 +198,16 @@ class ExpertRuntime:
         """Return the counters since the runtime was made."""
         num_hits = self.stats.num_hits + (0 if self.device is None else self.device.num_hits)
         num_activated = num_hits + self.stats.num_misses
-        return {
+        told = {
             **asdict(self.stats),
             **asdict(self.host.stats),
             "num_hits": num_hits,
             "hit_rate": num_hits / num_activated if num_activated else 1.0,
             **self.executor.as_dict(),
         }
+        # The tier's that moves experts, and those that were never given to it.
+        told["num_moves_dropped"] += self.stats.num_moves_dropped
+        return told
 
     @contextmanager
     def watched(self) -> Iterator[Callable[[], ExpertLook]]:
@@ -258,6 +262,9 @@ class ExpertRuntime:
         if not self._stays_whole(call.layer):
             call, plan = self._decide(call)
         work = Work(call, self._shape, executor.kernels)
+        if plan is None:
+            self.stats.num_expert_rows += (num_rows := call.routing.experts.numel())
+            self.stats.num_device_rows += num_rows
         if plan is None and (self.use is not None or self._is_sampled):  # a synchronisation
             self._hits[call.layer] += work.rows.counts.cpu().numpy()
         executor.open(work, plan)
@@ -281,6 +288,7 @@ class ExpertRuntime:
             run = self._facts(call, at_host)
         self.executor.begin_reads(call.layer, (run or facts).demand.experts)
         decision = self.policies.decide(facts, run)
+        self._count_rows(facts, run, decision)
         moves = partial(self._moves, facts, decision)
         return call, Plan(facts, decision, at_host, self.policies.prefetch, moves)
 
@@ -298,10 +306,43 @@ class ExpertRuntime:
         self.stats.num_hits += (num_hits := int(np.count_nonzero(demand.is_resident)))
         self.stats.num_misses += len(demand.experts) - num_hits
 
+    def _count_rows(self, facts: Facts, run: Facts | None, decision: Decision) -> None:
+        """Count the pairs of row and expert that the router chose, by where they run."""
+        stats, known = self.stats, run or facts
+        tokens = np.zeros(len(facts.is_kept), np.int64)
+        tokens[known.demand.experts] = known.demand.num_tokens
+        num_rows = int(facts.demand.num_tokens.sum())
+        if run is not None and run.routing is not None and facts.routing is not None:
+            is_own = ~replaced(run.routing, facts.routing)  # others stand in
+            tokens = np.bincount(run.routing.experts[is_own], minlength=len(tokens))
+        resident, fetch, host = decision.assignment
+        is_read = self._is_read(known)
+        num_fetched, num_hosted = tokens[fetch], tokens[host]
+        num_read = int(num_fetched[is_read[fetch]].sum() + num_hosted[is_read[host]].sum())
+        num_run = int(tokens[resident].sum()), int(num_fetched.sum()), int(num_hosted.sum())
+        stats.num_expert_rows += num_rows
+        stats.num_substituted_rows += num_rows - sum(num_run)
+        stats.num_disk_rows += num_read
+        hosted = num_run[2] - int(num_hosted[is_read[host]].sum())
+        stats.num_host_rows += hosted
+        stats.num_device_rows += sum(num_run) - num_read - hosted
+
+    def _is_read(self, facts: Facts) -> BoolArray:
+        """Return which experts must come from disk where they are run, [num_experts]."""
+        if self.device is None:
+            return ~facts.is_kept
+        if facts.is_at_host is None:
+            return np.zeros(len(facts.is_kept), np.bool_)
+        is_read = ~facts.is_at_host
+        if facts.arriving_s is not None:  # from host memory, whose slot another expert may have now
+            is_read[facts.demand.experts[np.isfinite(facts.arriving_s)]] = False
+        return is_read
+
     def _moves(self, facts: Facts, decision: Decision) -> Moves:
         """Return the policies' moves, and count them."""
         moves = self.policies.moves(facts, decision)
         self.stats.num_moves_asked += moves.num_asked
+        self.stats.num_moves_dropped += moves.num_left_out
         return moves
 
     def _abandon(self) -> None:

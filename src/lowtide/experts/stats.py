@@ -1,12 +1,25 @@
-"""Counters of experts: hits, uses of host slots, copies across a link."""
+"""Counters of experts: hits, rows, moves, uses of host slots, copies across a link.
+
+They add up at any time between passes (`account.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from lowtide.core import BoolArray, IntArray
 from lowtide.policies.prefetch import PrefetchOutcome
+
+NO_ADVANCES: Mapping[str, float] = {
+    "num_moves_waiting": 0,
+    "num_prefetched": 0,
+    "num_prefetches_used": 0,
+    "num_prefetches_dropped": 0,
+    "num_prefetches_waiting": 0,
+}
+"""An executor's counts of experts that are brought for later, where there are none."""
 
 
 @dataclass
@@ -16,19 +29,29 @@ class ExpertStats:
     num_hits: int = 0  # those that were resident in the fast tier
     num_misses: int = 0  # those that were not
     num_moves_asked: int = 0  # experts that the placement asked to become resident
+    num_moves_dropped: int = 0  # those of them that will not
+    num_expert_rows: int = 0  # pairs of row and expert that routers chose; of these:
+    num_device_rows: int = 0  # run on the device
+    num_host_rows: int = 0  # run by the host, the expert in its memory
+    num_disk_rows: int = 0  # run on either side, the expert read from disk
+    num_substituted_rows: int = 0  # run by another expert instead
 
 
 @dataclass
 class HostStats:
     """Counts, bytes and seconds of host slots since the tier was made."""
 
-    num_moves_done: int = 0  # experts that became resident by a move; others were dropped
+    num_moves_done: int = 0  # experts that became resident by a move, or are read to be
+    num_moves_dropped: int = 0  # experts that were to be, and are not
     num_admitted: int = 0
     num_evicted: int = 0
     num_ahead: int = 0  # of the experts read, those whose read began before their layer did
     num_late: int = 0  # of those, the ones that the layer had to wait for
     num_wasted: int = 0  # reads that began before their layer did, for nothing
-    read_bytes: int = 0
+    num_begun_ahead: int = 0  # reads that began before their layer did
+    num_read: int = 0  # experts read to be used
+    read_bytes: int = 0  # theirs, and `given_up_bytes`
+    given_up_bytes: int = 0  # of reads that were given up
     wait_s: float = 0.0  # the calling thread waited for a read
 
 
@@ -39,7 +62,9 @@ class LinkStats:
     num_fetched: int = 0  # on demand
     num_moved: int = 0  # to be resident, for later
     num_moves_done: int = 0  # those, and fetched ones that stayed
+    num_moves_dropped: int = 0  # experts that were to be resident, and are not
     num_prefetched: int = 0
+    link_bytes: int = 0
     prefetch: PrefetchOutcome = field(default_factory=PrefetchOutcome)
 
     @property

@@ -36,7 +36,9 @@ void LayerExperts::begin(
     for (const Demand& demand : demand_) {
         slots_.push_back(table()[demand.expert]);
         num_absent += slots_.back() < 0;
+        (slots_.back() < 0 ? r_->num_absent_rows : r_->num_here_rows) += demand.num_rows;
     }
+    r_->num_rows += num_pairs;
     admit(is_admitted);  // who leaves may be computed yet
     reap_dropped();
     r_->num_hits += static_cast<long>(demand_.size()) - num_absent;
@@ -208,6 +210,7 @@ void LayerExperts::start_read(long layer, long expert, long slot) {
     const long number = layer * r_->num_experts + expert;
     r_->reader->start(number, slot);
     r_->read_bytes += r_->reader->num_bytes(number);
+    ++r_->num_read;
 }
 
 bool LayerExperts::foresees(Residency& residency, long layer, Known known, long k) {
@@ -238,6 +241,7 @@ void LayerExperts::expect(
         if (r_->free_state[1] == 0) return;
         const long slot = take_slot();
         start_read(layer, expert, slot);
+        ++r_->num_begun_ahead;
         ahead_.push_back({layer, expert, slot});
     }
 }
@@ -245,7 +249,11 @@ void LayerExperts::expect(
 // Gives up a read ahead.
 void LayerExperts::drop(const Ahead& ahead) {
     ++r_->num_wasted;
-    r_->read_bytes -= r_->reader->cancel(ahead.slot);
+    --r_->num_read;
+    const long unread_bytes = r_->reader->cancel(ahead.slot);
+    const long number = ahead.layer * r_->num_experts + ahead.expert;
+    r_->read_bytes -= unread_bytes;
+    r_->given_up_bytes += r_->reader->num_bytes(number) - unread_bytes;
     dropped_.push_back(ahead);
 }
 

@@ -43,6 +43,9 @@ struct Residency {
     // Counters of outcomes, never reset.
     long num_hits, num_misses, num_admitted, num_left_out, num_evicted, read_bytes;
     long num_ahead, num_late, num_wasted;  // reads ahead: used, of these not there in time; not used
+    long num_begun_ahead;  // all of them
+    long num_rows, num_here_rows, num_absent_rows;  // pairs of row and expert; by residency
+    long num_read, given_up_bytes;  // experts read to be used; bytes of reads that were given up
     double wait_s;
     // In this pass:
     long num_asked;

@@ -1,0 +1,66 @@
+"""An engine's counters of experts as sums, for a table, JSON and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lowtide.config import format_size
+
+Account = Mapping[str, Mapping[str, float]]
+"""Counts by what is counted, the sum first."""
+
+
+def account_of(stats: Mapping[str, float]) -> Account:
+    """Return the counters as sums.
+
+    rows: pairs of row and expert that routers chose, by where the expert was. moves: experts that
+    the placement asked to become resident. prefetched: experts brought before their layer asked
+    for them. Of these three the first number is all the others. link, disk: bytes, and the experts
+    that crossed, all of one size; bytes of reads that were given up are apart.
+    """
+    return {
+        "rows": {
+            "asked": stats.get("num_expert_rows", 0),
+            "device": stats.get("num_device_rows", 0),
+            "host": stats.get("num_host_rows", 0),
+            "disk": stats.get("num_disk_rows", 0),
+            "substituted": stats.get("num_substituted_rows", 0),
+        },
+        "moves": {
+            "asked": stats.get("num_moves_asked", 0),
+            "done": stats.get("num_moves_done", 0),
+            "dropped": stats.get("num_moves_dropped", 0),
+            "waiting": stats.get("num_moves_waiting", 0),
+        },
+        "prefetched": {
+            "begun": stats.get("num_prefetched", 0),
+            "used": stats.get("num_prefetches_used", 0),
+            "dropped": stats.get("num_prefetches_dropped", 0),
+            "waiting": stats.get("num_prefetches_waiting", 0),
+        },
+        "link": {"bytes": stats.get("link_bytes", 0), "experts": stats.get("num_copies", 0)},
+        "disk": {
+            "bytes": stats.get("read_bytes", 0),
+            "experts": stats.get("num_read", 0),
+            "given_up_bytes": stats.get("given_up_bytes", 0),
+        },
+    }
+
+
+def account_rows(stats: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Return the account in words: what is counted, the sum, and its parts."""
+    account = account_of(stats)
+    rows = []
+    for name in ("rows", "moves", "prefetched"):
+        (_, total), *parts = account[name].items()
+        rows.append((name, f"{total:,}", " + ".join(f"{count:,} {part}" for part, count in parts)))
+    for name in ("link", "disk"):
+        counts = account[name]
+        given_up = counts.get("given_up_bytes", 0)
+        whole, num_experts = counts["bytes"] - given_up, counts["experts"]
+        each = format_size(round(whole / num_experts)) if num_experts else format_size(0)
+        told = f"{num_experts:,} experts x {each}"
+        if given_up:
+            told += f" + {format_size(round(given_up))} of reads given up"
+        rows.append((f"over the {name}", format_size(round(counts["bytes"])), told))
+    return rows
