@@ -44,7 +44,7 @@ from lowtide.policies.reads_ahead import AheadTrial
 
 AT_ONCE = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe", "minimax_m2"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "lfm2_moe"),
 )
 """Families whose passes of few rows are one call: all that write token by token."""
 
@@ -101,6 +101,7 @@ def decoded(
             if index:
                 lengths[0] = num_rows
             found.append(engine.model.forward(_batch(ranges, ends, lengths, index)).clone())
+            cache.end_pass(ranges)
             ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     for kv in ranges:
         cache.free(kv)
@@ -156,6 +157,21 @@ def test_latent_attention_whose_halves_rotate_has_the_bits_of_one_by_one(tmp_pat
             assert are_equal(decoded(engine, *shape), expected)
 
 
+@pytest.mark.parametrize("num_taps", [2, 5])
+def test_convolutions_of_any_length_have_the_bits_of_one_by_one(
+    tmp_path: Path, num_taps: int
+) -> None:
+    """With biases, in a model without experts, and over rows of more than the state holds."""
+    size = families()["lfm2"].sizes()["tiny"]
+    changes = {"conv_L_cache": num_taps, "conv_bias": True}
+    odd = replace(size, config={**size.config, **changes})
+    with opened(write_checkpoint(odd, tmp_path / "model", seed=3)) as engine:
+        for shape in ((1, 1), (3, 1), (2, 2), (1, 7)):
+            with one_by_one():
+                expected = decoded(engine, *shape)
+            assert are_equal(decoded(engine, *shape), expected)
+
+
 @contextmanager
 def calls_counted() -> Iterator[list[int]]:
     """By pass: compiled calls over layers, and over a layer's parts."""
@@ -205,6 +221,7 @@ def test_rows_of_an_answer_have_the_bits_of_passes_of_their_own(
                 batch = _batch([kv], [first], [length], index)
                 batch = replace(batch, token_ids=ids[first : first + length])
                 hidden.append(engine.model.forward(batch).clone())
+                cache.end_pass([kv])
                 first += length
             cache.free(kv)
             found.append(torch.cat(hidden[1:]))

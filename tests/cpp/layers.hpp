@@ -22,6 +22,7 @@ using lowtide::MixFunction;
 using lowtide::Norm;
 using lowtide::Pass;
 using lowtide::Residency;
+using lowtide::ShortConvolution;
 using lowtide::TAKEN_SLOT;
 using lowtide::Turn;
 using Bytes = std::vector<std::uint8_t>;
@@ -32,7 +33,7 @@ struct Kind {
     MultiplyFunction* multiply;
     ExpertsFunction* experts;
     MlpsFunction* mlps;
-    MixFunction *mix_grouped, *mix_latent;
+    MixFunction *mix_grouped, *mix_latent, *mix_convolution;
     Pack* pack;
     int variant, type;
 
@@ -60,7 +61,8 @@ inline Kind plain_kind(const Library& kernels, int variant) {
             kernels.function<ExpertsFunction>("lowtide_plain_experts"),
             kernels.function<MlpsFunction>("lowtide_plain_mlps"),
             kernels.function<MixFunction>("lowtide_mix_grouped"),
-            kernels.function<MixFunction>("lowtide_mix_latent"), nullptr, variant, PLAIN};
+            kernels.function<MixFunction>("lowtide_mix_latent"),
+            kernels.function<MixFunction>("lowtide_mix_convolution"), nullptr, variant, PLAIN};
 }
 
 inline Kind few_bits_kind(const Library& kernels) {
@@ -69,6 +71,7 @@ inline Kind few_bits_kind(const Library& kernels) {
             kernels.function<MlpsFunction>("lowtide_packed_mlps"),
             kernels.function<MixFunction>("lowtide_mix_grouped"),
             kernels.function<MixFunction>("lowtide_mix_latent"),
+            kernels.function<MixFunction>("lowtide_mix_convolution"),
             kernels.function<Pack>("lowtide_quantised_pack"),
             kernels.function<int()>("lowtide_best_own")(), Q4};
 }
@@ -79,6 +82,7 @@ struct Form {
         has_share;
     bool is_latent = false, has_query_latent = false, has_sinks = false, has_wide_norms = false;
     long window = 0;
+    bool is_convolution = false;
 };
 constexpr Form FORMS[] = {
     {false, false, false, false, false, false, true, false},  // dense
@@ -89,6 +93,8 @@ constexpr Form FORMS[] = {
     {false, false, true, false, true, true, false, false, false, false, true, false, 0},
     {false, false, false, false, false, false, true, false, true, false},
     {false, true, false, false, true, true, true, false, true, true, false, true},
+    {false, false, false, false, true, false, false, false, false, false, false, false, 0, true},
+    {false, true, false, false, false, false, true, false, false, false, false, true, 0, true},
 };
 
 // The sizes of a layer; odd ones but where rotation asks for halves.
@@ -104,12 +110,20 @@ constexpr Sizes SIZES[] = {{33, 3, 1, 6, 5, 2, 17, 9}, {70, 4, 2, 16, 1, 1, 24, 
 
 constexpr long CACHE_TOKENS = 11;
 
+// Of a convolution, and where in a sequence's states it begins, in bytes.
+constexpr long NUM_TAPS = 3, STATE = 64;
+
+// The states of a sequence, in numbers.
+constexpr long state_size(long hidden) { return STATE / 2 + (NUM_TAPS - 1) * hidden; }
+
 // Owns what a layer points to.
 class OwnLayer {
    public:
     OwnLayer(const Kind& kind, const Sizes& sizes, const Form& form)
         : kind_(kind), sizes_(sizes), form_(form) {
-        form.is_latent ? attend_latents() : attend();
+        if (form.is_convolution) convolve();
+        else if (form.is_latent) attend_latents();
+        else attend();
         layer.mlp_norm = norm(sizes.hidden);
         layer.hidden = sizes.hidden;
         if (form.has_experts) add_experts();
@@ -150,6 +164,7 @@ class OwnLayer {
     Layer layer{};
     GroupedAttention grouped{};
     LatentAttention latent{};
+    ShortConvolution convolution{};
     Ids slot_of;  // of each expert, in its own slots
 
    private:
@@ -222,6 +237,18 @@ class OwnLayer {
         a.rank = s.rank(), a.value_dim = s.value_dim(), a.angles = 1, a.scale = 0.3f;
     }
 
+    void convolve() {
+        ShortConvolution& c = convolution;
+        layer.mix = kind_.mix_convolution, layer.mixer = &c;
+        c.norm = norm(sizes_.hidden);
+        c.inward = matrix(3 * sizes_.hidden, sizes_.hidden);
+        c.kernel = plain(sizes_.hidden * NUM_TAPS);
+        c.bias = form_.has_bias ? plain(sizes_.hidden) : nullptr;
+        c.num_taps = NUM_TAPS;
+        c.outward = matrix(sizes_.hidden, sizes_.hidden);
+        c.state = STATE;
+    }
+
     void append(const Bytes& part) { experts_.insert(experts_.end(), part.begin(), part.end()); }
 
     // Slots in another order than experts.
@@ -280,17 +307,30 @@ class OwnPass {
     OwnPass(const Sizes& s, int variant, int num_threads, const Numbers& x, const Numbers& turns)
         : x_(x) {
         const long num_rows = long(x.size()) / s.hidden, pairs = num_rows * s.k;
-        const long size = s.num_heads * std::max(s.head_dim, s.rank());
-        const long width = s.num_heads * 2 * s.head_dim + 2 * s.num_key_heads * s.head_dim;
+        const long size = std::max(s.num_heads * std::max(s.head_dim, s.rank()), s.hidden);
+        const long heads = s.num_heads * 2 * s.head_dim + 2 * s.num_key_heads * s.head_dim;
+        const long width = std::max(heads, 3 * s.hidden);
         for (long row = 0; row < num_rows; ++row) {
             const long first = row % 2 * 5, count = 1 + row / 2;
             tokens_.insert(tokens_.end(), {first, count});
+        }
+        // The rows of each are adjacent: a fifth of them, and the others.
+        const long bounds[] = {0, num_rows / 5, num_rows}, state = state_size(s.hidden);
+        states_.resize(4 * state, lowtide::round_bf16(0.75f));
+        for (long i = 0; i < 2; ++i) {
+            if (bounds[i] == bounds[i + 1]) continue;
+            const auto address = [&](long half) {
+                return reinterpret_cast<std::int64_t>(states_.data() + (2 * i + half) * state);
+            };
+            sequences_.insert(sequences_.end(),
+                              {bounds[i], bounds[i + 1], address(0), address(1)});
         }
         for (bf16 each : turns) wide_turns_.push_back(lowtide::widen(each));
         angles_[0] = {turns.data(), turns.data(), s.head_dim / 2, 0};
         angles_[1] = {wide_turns_.data(), wide_turns_.data(), s.head_dim / 2, 1};
         const long latent = num_rows * s.latent_width();
         pass = {variant, num_threads, num_rows, x_.data(), angles_, tokens_.data(),
+                sequences_.data(), long(sequences_.size()) / 4,
                 room(num_rows * s.hidden), room(num_rows * width), room(num_rows * size),
                 room(num_rows * s.hidden), room(num_rows * (s.head_dim + 1)), room(latent),
                 room(s.num_heads * latent), room(num_rows * s.num_heads * s.value_dim()),
@@ -317,7 +357,8 @@ class OwnPass {
     }
 
     Numbers x_;
-    Ids tokens_;
+    Ids tokens_, sequences_;
+    Numbers states_;
     std::vector<Numbers> rooms_;
     Angles angles_[2];
     Floats wide_turns_, router_input_, logits_, routed_;

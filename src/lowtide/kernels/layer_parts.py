@@ -122,7 +122,37 @@ class LatentParts(NamedTuple):
         }
 
 
-MixerParts = GroupedParts | LatentParts
+class ShortConvParts(NamedTuple):
+    """Gated causal convolution of few positions, for each channel by itself."""
+
+    norm: NormParts
+    inward: Product  # to gates, output gates and inputs
+    kernel: Tensor  # [hidden, positions], a row's own last
+    bias: Tensor | None  # [hidden]
+    outward: Product
+    state: int  # first byte of the layer's states among all of a sequence
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.inward, self.outward
+
+    @property
+    def norms(self) -> tuple[NormParts | None, ...]:
+        return (self.norm,)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Other tensors in the compute dtype."""
+        return (self.kernel,) if self.bias is None else (self.kernel, self.bias)
+
+    @property
+    def scratch(self) -> dict[str, int]:
+        """Widths by the names of `Scratch`."""
+        hidden = len(self.norm.weight)
+        return {"normed": hidden, "projected": 3 * hidden, "attended": hidden, "update": hidden}
+
+
+MixerParts = GroupedParts | LatentParts | ShortConvParts
 """Parts of a layer's mixer, by its kind."""
 
 
@@ -224,7 +254,7 @@ class Scratch(NamedTuple):
 
     normed: Tensor | None  # [rows, hidden]: the mixer's input
     projected: Tensor | None  # [rows, heads * head_dim]: queries, perhaps keys and values
-    attended: Tensor | None  # [rows, heads * head_dim]
+    attended: Tensor | None  # [rows, heads * head_dim], or what is convolved
     update: Tensor | None  # [rows, hidden]
     query_latent: Tensor | None  # [rows, query rank]
     latent: Tensor | None  # [rows, rank + rotating]
@@ -250,6 +280,8 @@ class PassFacts(NamedTuple):
     rotations: tuple[Rotation, ...]
     tokens: IntArray  # [rows, 2]: the first token of a row's sequence in the cache, and how many of
     # them it sees, its own the last. Unused by layers whose rows had their attention already.
+    sequences: IntArray  # [sequences, 4]: the first row, the end of the rows, and the addresses of
+    # states before and behind them. Empty where no layer has states.
 
 
 class Status(IntEnum):

@@ -8,7 +8,7 @@ and buffers of their experts behind it; both are taken once for all passes over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,12 +85,16 @@ class ShortPass:
             self._block = take_block(self.workspace, layers, self.num_rows)
             self._at_experts = self.workspace.state
 
-    def begin(self, batch: Batch, rotations: Rotations, kv_cache: KVCache) -> None:
-        """Begin another pass over the same memory."""
+    def begin(
+        self, batch: Batch, rotations: Rotations, kv_cache: KVCache, layers: Collection[int]
+    ) -> None:
+        """Begin another pass over the same memory; layers: those that will be run."""
         # Rows of a prompt or a block, which see each other, go the long way.
         self.attends = all(segment.goes_by_rows for segment in batch.segments)
-        tokens = _tokens(batch, kv_cache) if self.attends else np.empty((0, 2), np.int64)
-        self._facts = PassFacts(self.x, (rotations.whole(self._rope),), tokens)
+        tokens, sequences = np.empty((0, 2), np.int64), np.empty((0, 4), np.int64)
+        if self.attends:
+            tokens, sequences = _tokens(batch, kv_cache), _sequences(batch, kv_cache, layers)
+        self._facts = PassFacts(self.x, (rotations.whole(self._rope),), tokens, sequences)
         for bound in self._drawn.values():
             bound.begin(self._facts)
 
@@ -250,3 +254,11 @@ def _tokens(batch: Batch, kv_cache: KVCache) -> IntArray:
         rows[:, 0] = kv_cache.claim(segment.kv, first, num_rows) - first
         rows[:, 1] = range(first + 1, first + num_rows + 1)
     return tokens
+
+
+def _sequences(batch: Batch, kv_cache: KVCache, layers: Collection[int]) -> IntArray:
+    """Return `PassFacts.sequences`, claiming the states of these layers in the cache."""
+    found = [
+        (one.start, one.stop, *kv_cache.claim_states(one.kv, layers)) for one in batch.segments
+    ]
+    return np.array(found, np.int64)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
+from lowtide.kernels.layer_parts import ShortConvParts
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.linear import Linear
 from lowtide.layers.norm import Norm
@@ -51,8 +52,18 @@ class ShortConv:
         self._kv_cache = kv_cache
         self._compute = compute
 
-    def parts(self, norm: Norm) -> None:
-        """Return None: no kernel of whole layers has a convolution."""
+    def parts(self, norm: Norm) -> ShortConvParts | None:
+        """Return parts for kernels that run whole layers; None for what these lack."""
+        if self._factor != 1:
+            return None
+        return ShortConvParts(
+            norm.parts(),
+            self._inward.product,
+            self._kernel,
+            self._bias,
+            self._outward.product,
+            self._kv_cache.state_offset(self._layer),
+        )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """Compute `x += convolution(norm(x))`, x [rows, hidden] in the compute dtype."""

@@ -7,7 +7,7 @@ States (`memory/states.py`) have a fixed size; a sequence can be cut where they 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -399,6 +399,19 @@ class KVCache:
         if self._states is None:
             raise InternalError(f"Layer {layer} has no states.")
         return self._states.of(layer, kv_range.states)
+
+    def state_offset(self, layer: int) -> int:
+        """Return the first byte of a layer's states among all of a sequence."""
+        if self._states is None:
+            raise InternalError(f"Layer {layer} has no states.")
+        return self._states.offset(layer)
+
+    def claim_states(self, kv_range: KVRange, layers: Collection[int]) -> tuple[int, int]:
+        """Return the addresses of a sequence's states before and behind this pass; 0 without any.
+
+        layers: those that will write theirs, as with `states`.
+        """
+        return (0, 0) if self._states is None else self._states.claim(kv_range.states, layers)
 
     def end_pass(self, kv_ranges: Iterable[KVRange]) -> None:
         """Take over the states that a pass has written, once all of it has gone well."""

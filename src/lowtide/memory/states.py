@@ -7,6 +7,7 @@ were copied: a snapshot.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -221,6 +222,21 @@ class StateStore:
         states.written.add(layer)
         found = States(self._of(states.before, layer), self._of(states.after, layer))
         return States(*reversed(found)) if layer in states.crossed else found
+
+    def offset(self, layer: int) -> int:
+        """Return the first byte of a layer's states in a slot."""
+        return self._places[layer][0][2]
+
+    def claim(self, states: RangeStates | None, layers: Collection[int]) -> tuple[int, int]:
+        """Return the addresses of the slots before and behind the pass that has begun.
+
+        layers: those whose states will be written there.
+        """
+        if states is None or states.before is None or states.after is None or not states.num_after:
+            raise InternalError("States are asked for, and no pass has begun.")
+        states.written |= self._layers.intersection(layers)
+        start = self._memory.data_ptr()
+        return start + states.before * self.slot_bytes, start + states.after * self.slot_bytes
 
     def end_pass(self, states: RangeStates) -> None:
         """Make what a pass has written the states that the next one finds."""

@@ -357,7 +357,7 @@ class Decoder:
         if self._short_pass is None or self._short_pass.x is not x:
             rope, layers = self.config.ropes[0], self._layer_parts
             self._short_pass = ShortPass(x, rope, self.compute, layers)
-        self._short_pass.begin(batch, rotations, self.kv_cache)
+        self._short_pass.begin(batch, rotations, self.kv_cache, self.run_layers)
         return self._short_pass
 
     def _runs_whole(self, short: ShortPass | None) -> bool:

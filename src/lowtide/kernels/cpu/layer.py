@@ -28,6 +28,7 @@ from lowtide.kernels.layer_parts import (
     Residents,
     RouterParts,
     Scratch,
+    ShortConvParts,
     Status,
 )
 from lowtide.kernels.operands import Matrix
@@ -36,6 +37,7 @@ _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mix_grouped": (None, _P, _P, _LONG),
     "mix_latent": (None, _P, _P, _LONG),
+    "mix_convolution": (None, _P, _P, _LONG),
     "run_to_router": (None, _P, _P, _INT, _P, _P),
     "run_from_experts": (None, _P, _P),
     "run_layers": (_INT, _P, _P, _LONG, _INT, _P),
@@ -72,6 +74,8 @@ class CompiledPass:
             angles.cos, angles.sin, angles.half = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
             angles.is_float32 = cos.dtype is torch.float32
         self._struct.tokens = facts.tokens.ctypes.data
+        self._struct.sequences = facts.sequences.ctypes.data
+        self._struct.num_sequences = len(facts.sequences)
 
 
 class CompiledLayer:
@@ -193,7 +197,9 @@ def takes_layer(parts: LayerParts) -> bool:
 
 
 def _head_dim(mixer: MixerParts) -> int:
-    """Return the width of what attention compares: a key's."""
+    """Return the width of what attention compares, a key's; 0 without attention."""
+    if isinstance(mixer, ShortConvParts):
+        return 0
     cache = mixer.keys if isinstance(mixer, GroupedParts) else mixer.cache
     return cache.shape[2]
 
@@ -283,8 +289,25 @@ def _latent(parts: LatentParts, matrices: Iterator[ctypes.Structure]) -> ctypes.
     )
 
 
+def _convolution(parts: ShortConvParts, matrices: Iterator[ctypes.Structure]) -> ctypes.Structure:
+    """Build the struct; matrices: those of `products`, and others behind them."""
+    return struct("ShortConvolution")(
+        norm=_norm(parts.norm),
+        inward=next(matrices),
+        kernel=parts.kernel.data_ptr(),
+        bias=_address(parts.bias),
+        num_taps=parts.kernel.shape[1],
+        outward=next(matrices),
+        state=parts.state,
+    )
+
+
 _MIXERS: Mapping[type, tuple[str, Callable[[Any, Iterator[ctypes.Structure]], ctypes.Structure]]]
-_MIXERS = {GroupedParts: ("mix_grouped", _grouped), LatentParts: ("mix_latent", _latent)}
+_MIXERS = {
+    GroupedParts: ("mix_grouped", _grouped),
+    LatentParts: ("mix_latent", _latent),
+    ShortConvParts: ("mix_convolution", _convolution),
+}
 """By the kind of a mixer's parts: the function that runs it, and what builds its struct."""
 
 

@@ -75,6 +75,9 @@ struct Pass {
     const Angles* angles;  // of each rotation that layers have
     const std::int64_t* tokens;  // [num_rows, 2]: the first of the row's sequence in the cache; how
                                  // many it sees, its own the last
+    const std::int64_t* sequences;  // [num_sequences, 4]: the first of a sequence's rows, their end,
+                                    // and the addresses of its states before and behind them
+    long num_sequences;
     bf16 *normed, *projected, *attended, *update;
     bf16 *query_latent, *latent, *latent_query, *value;
     bf16* mlp_input;

@@ -39,11 +39,24 @@ struct LatentAttention {
     float scale;
 };
 
+// A gated causal convolution of each channel by itself. Hidden states are projected to [gate | output
+// gate | input], and gates times inputs are convolved; those of the last positions are the state.
+struct ShortConvolution {
+    Norm norm;
+    Matrix inward;
+    const bf16* kernel;  // [hidden, num_taps], a row's own position last
+    const bf16* bias;  // [hidden], or null
+    long num_taps;
+    Matrix outward;
+    long state;  // where in a sequence's states the layer's begins, in bytes: [num_taps - 1, hidden]
+};
+
 }  // namespace lowtide
 
 extern "C" {
 
 lowtide::MixFunction lowtide_mix_grouped;
 lowtide::MixFunction lowtide_mix_latent;
+lowtide::MixFunction lowtide_mix_convolution;
 
 }
