@@ -66,7 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @contextmanager
 def opened(path: Path, share: float = 1.0, **options: object) -> Iterator[Engine]:
     """share: of the way from the least budget to everything."""
-    chosen = {"context": 128, "dtype": "bfloat16", **options}
+    chosen = {"context": 1024, "dtype": "bfloat16", **options}
     plan = plan_model(path, **chosen)
     budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
     config = EngineConfig(host_memory=budget, **chosen)

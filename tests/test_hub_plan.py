@@ -35,6 +35,7 @@ def run(*arguments: str) -> Any:
         ("deepseek_v3", 7, 31.9e9, 1_000_000),
         ("glm4_moe_lite", 12, 59.9e9, 2_000_000),
         ("minimax_m2", 47, 230e9, 14_000_000),  # in FP8
+        ("lfm2_moe", 4, 16.7e9, 1_000_000),
     ],
 )
 def test_a_plan_reads_headers_alone(

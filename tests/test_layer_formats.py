@@ -47,8 +47,9 @@ OF_FAMILY = {
     "qwen2_moe": ("q4", "q8 rounded", "q4 experts", "q8 experts, q4 dense, rounded"),
     "bailing_moe_v2": ("q8", "q4 rounded", "q8 dense"),
     "deepseek_v2": ("q4", "q8 rounded"),
+    "lfm2_moe": ("q8", "q4 rounded"),
 }
-"""With a shared expert weighed and not, a dense layer, a router in float32, latent attention."""
+"""With a shared expert weighed and not, a dense layer, a router in float32, other mixers."""
 
 FILES = {
     "qwen3_moe": MIXED,
@@ -56,6 +57,7 @@ FILES = {
     "mixtral": (Type.Q4_0, Type.BF16),
     "bailing_moe_v2": (Type.Q6_K, Type.Q4_K, Type.Q8_0),
     "deepseek_v2": SMALL,
+    "lfm2_moe": MIXED,
 }
 """Types that a GGUF file's tensors take in turns, so that they differ within a layer."""
 
