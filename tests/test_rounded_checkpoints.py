@@ -226,6 +226,9 @@ def test_a_model_has_the_logits_of_its_dequantised_weights(
         ("qwen2_moe", "fp8", ("_proj.weight", "shared_expert_gate.weight")),
         ("deepseek_v3", "fp8", ("_proj.weight", "_mqa.weight")),
         ("minimax_m2", "fp8", ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")),
+        ("qwen3_5_moe", "fp8", ("_proj.weight", "_qkv.weight", "_z.weight")),
+        ("qwen3_5_moe", "gptq", ("gate_proj.weight", "up_proj.weight", "down_proj.weight")),
+        ("qwen3_next", "fp8", ("_proj.weight", "_qkvz.weight")),
     ],
 )
 def test_models_of_other_families_have_the_logits_of_their_dequantised_weights(
