@@ -47,6 +47,8 @@ void check_places() {
     Foresight foresight(NUM_LAYERS);
     const std::vector<long> all = {7, 2, 4}, few = {7, 4}, none;
     expect(guess(foresight, 1, BEHIND_MLP) == all, "all are tried, the best first");
+    foresight.learn(1, [](long) { return false; });
+    expect(guess(foresight, 1, BEHIND_MLP) == all, "one wrong guess ends nothing");
     foresight.end_pass();
     expect(learned(foresight, 1, {7, 4}) == few, "a place that is wrong is left out");
     expect(learned(foresight, 1, {}) == none, "nothing is worth a read");

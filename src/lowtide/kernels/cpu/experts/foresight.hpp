@@ -81,7 +81,7 @@ class Foresight {
     };
 
     struct Count {
-        double right = 1, wrong = 1;
+        double right = 3, wrong = 1;  // so that the first wrong guess ends nothing
     };
 
     static std::vector<Guess> by_place(
