@@ -6,6 +6,7 @@ convolution are gathered in matrices that decay. A wrong cut, or a pass that cou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -253,7 +254,9 @@ def test_a_plan_names_the_states(folder: Path) -> None:
     slot_bytes = 4096 * -(-3 * 4 * (3 * 96 + 4 * 8 * 16) // 4096)
     num_slots = [plan.host.state_bytes // slot_bytes for plan in plans]
     assert num_slots == [max(4, plans[0].host.kv_cache_bytes // 2 // slot_bytes), 64]
-    assert "states" in repr(plans[0])
+    assert "\nstates " in repr(plans[0])
+    told = [re.search(r"states of .*: (\d+) sequences run at once", plan.reason) for plan in plans]
+    assert [int(found[1]) for found in told] == [count // 2 for count in num_slots]
     grown = plans[1].minimum_bytes - plans[0].minimum_bytes
     of_sequences = [plan.host.kv_cache_bytes + plan.host.state_bytes for plan in plans]
     assert grown >= of_sequences[1] - of_sequences[0]

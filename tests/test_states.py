@@ -26,9 +26,11 @@ from lowtide.decode import autoregressive, kept_sequences
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS
 from lowtide.decode.request import Finished, Request
+from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.errors import InternalError, PlanError
-from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.states import StateLayout, StateStore
+from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.states import RangeStates, StateLayout, StateStore
+from lowtide.policies.kept_keys import MemoryPrices
 
 CONTEXT, MAX_ROWS = 1024, 128
 CASE = Case(1, Reuse.ON, CONTEXT, MAX_ROWS)
@@ -136,6 +138,20 @@ def test_who_has_no_room_for_states_waits() -> None:
         cache.allocate(16)
     cache.free(kv)
     assert cache.can_allocate(16)
+
+
+def test_snapshots_are_weighed_as_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range saves its tokens, and costs its keys and its snapshots."""
+    room, asked = KeptRoom(1000, 100, 1 << 20, snapshot_bytes=5000), list[int]()
+    monkeypatch.setattr(room, "_prices", lambda: MemoryPrices(1e-3, 100, 1e-3, 1 << 20))
+    room.slot_use = lambda num_bytes: float(bool(asked.append(num_bytes))) + 0.5
+    kv = KVRange(0, 64, num_usable=50, num_kept=1)  # and nothing of it is stored
+    room.kept(kv)
+    room.num_passes = 2000
+    assert not room.gives_way(kv, 50)
+    kv.states = RangeStates(snapshots={20: 0, 30: 1, 40: 2})
+    assert room.gives_way(kv, 200)
+    assert asked == [5000, 20_000]
 
 
 # Conversations

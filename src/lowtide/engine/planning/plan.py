@@ -26,6 +26,7 @@ from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cac
 from lowtide.kernels.stored import unpacking_bytes
 from lowtide.memory.budget import Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
+from lowtide.memory.states import HALVES
 from lowtide.plan import OWN_FORMAT, MemoryPlan
 from lowtide.policies.presets import choose_preset, fetches_all, sizes_of
 from lowtide.reading.file_reader import ring_bytes
@@ -66,6 +67,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         *_what_is_not_loaded(facts.weight_map),
         *_what_packing_saves(facts.folder, memory),
         *_where_keys_lie(options),
+        *_what_states_take(memory),
     ]
     if asked.elastic and fits:
         owner = "sequence" if planner.pass_planner is None else "pass or a sequence"
@@ -149,6 +151,19 @@ def _where_keys_lie(options: RunOptions) -> list[str]:
         return [f"Kept keys are also written to {asked.cache_dir}, {asked.cache_disk} at most."]
     why = "its policy may change words" if options.changes_words else "no keys are kept"
     return [f"Nothing is written to {asked.cache_dir}: {why}."]
+
+
+def _what_states_take(memory: MemoryFacts) -> list[str]:
+    """Return a line about the room that sequences' states have, if there are any."""
+    layout = memory.context.state_layout(memory.dtype)
+    if layout is None:
+        return []
+    slot_bytes, num_together = layout.slot_bytes, layout.num_slots // HALVES
+    return [
+        f"A running sequence has states of {format_size(HALVES * slot_bytes)}, a snapshot "
+        f"{format_size(slot_bytes)}: {num_together} sequences run at once, with as much room for "
+        "snapshots as they leave. A longer context has room for more."
+    ]
 
 
 def shortage_of(plan: MemoryPlan, host_memory: str | int) -> str:
