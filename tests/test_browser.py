@@ -211,6 +211,7 @@ def test_turns_are_edited_answered_again_kept_and_exported(browser, chatting, tm
 
         page.reload()
         page.locator(".assistant .body").get_by_text("CXLVIII").wait_for()
+        page.locator("#model:not(:empty)").wait_for()
         with page.expect_download() as download:
             page.get_by_role("button", name="Export").click()
         download.value.save_as(tmp_path / "saved.json")
