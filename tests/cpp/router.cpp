@@ -43,8 +43,10 @@ void multiply(const Library& library, int best, long num_rows, long num_outs, lo
     }
 }
 
-// Ascending, different ones that there are; without groups and bias those of greatest logits.
-void check_chosen(const Choice& choice, bool is_plain, const Floats& logits, const Ids& experts) {
+// Ascending, different ones that there are; without groups and bias those of greatest ranks, which
+// may be equal once they are rounded to bfloat16.
+void check_chosen(const Choice& choice, bool is_plain, const Floats& ranks, const Ids& experts,
+                  bool are_rounded) {
     const long length = choice.num_experts, k = choice.num_chosen;
     for (long first = 0; first < long(experts.size()); first += k) {
         const long row = first / k;
@@ -58,10 +60,11 @@ void check_chosen(const Choice& choice, bool is_plain, const Floats& logits, con
             is_chosen[experts[i]] = true;
         }
         for (long i = 0; i < length; ++i) {
-            const float logit = logits[row * length + i];
-            if (is_chosen[i]) least = std::min(least, logit);
-            else most = std::max(most, logit);
+            const float rank = ranks[row * length + i];
+            if (is_chosen[i]) least = std::min(least, rank);
+            else most = std::max(most, rank);
         }
+        if (are_rounded) most *= 1 - 0x1p-7f;
         expect(!is_plain || least >= most, "the best are chosen", row, length, k);
     }
 }
@@ -82,6 +85,8 @@ void choose(const Library& library, int best, const long (&sizes)[5], long num_r
     }
     if (has_nan && num_logits > 0)
         logits[below(num_logits)] = NAN, narrow[below(num_logits)] = lowtide::round_bf16(NAN);
+    Floats sigmoids = logits;
+    for (float& each : sigmoids) each = 1 / (1 + std::exp(-each));
     const Floats bias = floats(choice.num_experts);
     for (int is_float32 : {1, 0}) {
         Ids first;
@@ -93,7 +98,8 @@ void choose(const Library& library, int best, const long (&sizes)[5], long num_r
                  experts.data(), weights.data(), num_rows);
             if (variant == 0) first = experts;
             const bool is_plain = !has_nan && !has_bias && choice.num_groups == 1;
-            check_chosen(choice, is_plain, logits, experts);
+            const bool are_rounded = choice.is_sigmoid && !choice.of_chosen && !is_float32;
+            check_chosen(choice, is_plain, are_rounded ? sigmoids : logits, experts, are_rounded);
             if (has_nan) continue;
             expect(experts == first, "who is chosen by variants", variant, num_rows, has);
             for (float each : weights)
