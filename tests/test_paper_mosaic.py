@@ -1,0 +1,121 @@
+"""Mosaic by its text: first fit and lazy chunking, in random cases.
+
+The oracles are written from the paper: a place is searched byte group by byte group, and chunks
+are added one by one to whatever is the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from examples import scaled
+from whole import planner_of
+
+from lowtide.core import ALIGNMENT, align_up
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.errors import PlanError
+from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds, one_more
+from lowtide.memory.pass_planner import PassPlanner
+from lowtide.memory.planner import Graph, Recording, first_fit
+from lowtide.memory.template import bounds
+from lowtide.model_writing.synth import synth
+
+NUM_CASES = 200
+
+
+def draws() -> Iterator[np.random.Generator]:
+    for seed in range(scaled(NUM_CASES)):
+        yield np.random.default_rng(seed)
+
+
+def random_graph(draw: np.random.Generator) -> Graph:
+    """Of buffers that are taken and released in any order."""
+    recording, alive = Recording(), list[tuple[tuple[str, ...], int]]()
+    for number in range(int(draw.integers(2, 25))):
+        while alive and draw.random() < 0.45:
+            alive.pop(int(draw.integers(len(alive))))
+        alive.append(((f"buffer {number}",), int(draw.integers(1, 900))))
+        recording.note(alive, [])
+    return recording.graph()
+
+
+def test_each_buffer_gets_the_lowest_place_that_is_free_all_its_life() -> None:
+    for draw in draws():
+        graph = random_graph(draw)
+        together = [set(moment.alive) for moment in graph.moments]
+        groups: list[range] = []  # of `ALIGNMENT` bytes, of each buffer
+        for i, transient in enumerate(graph.transients):
+            num_groups = align_up(transient.num_bytes) // ALIGNMENT
+            taken = {
+                group
+                for j, place in enumerate(groups)
+                if any(i in alive and j in alive for alive in together)
+                for group in place
+            }
+            start = next(
+                start
+                for start in range(10**6)
+                if taken.isdisjoint(range(start, start + num_groups))
+            )
+            groups.append(range(start, start + num_groups))
+        order = range(len(graph.transients))
+        found = first_fit(graph, order)
+        for transient, place in zip(graph.transients, groups, strict=True):
+            assert found.places[transient.path].start == place.start * ALIGNMENT
+        assert found.arena_bytes == max(place.stop for place in groups) * ALIGNMENT
+        best = graph.placement.arena_bytes
+        peak = max(graph.alive_bytes(moment) for moment in graph.moments)
+        assert peak <= best <= found.arena_bytes, "more orders are tried, none worse"
+
+
+@pytest.fixture(scope="module")
+def planner(tmp_path_factory: pytest.TempPathFactory) -> PassPlanner:
+    folder = synth("llada", "tiny", tmp_path_factory.mktemp("model") / "llada", seed=1)
+    return planner_of(open_model(folder, EngineConfig(context=256))).plan_long_passes()
+
+
+def one_by_one(planner: PassPlanner, counts: Counts, free_bytes: int) -> dict[str, int] | None:
+    """Return the chunks of lazy chunking, None where the peak cannot be divided.
+
+    All begin as one. While the plan exceeds what is free, the operator that is the peak gets the
+    next number of chunks.
+    """
+    template = planner._template(counts)
+    chunks = {op: 1 for op in OPERATOR_TILES if op not in planner.by_tile}
+    limit_bytes = free_bytes - template.library_bytes(bounds(counts, chunks))
+    while True:
+        values = bounds(counts, chunks)
+        peak_bytes, moment = template.peak(values)
+        placed_bytes = template.at(values).placement.arena_bytes
+        if max(peak_bytes, placed_bytes) <= limit_bytes:
+            return chunks
+        at_peak = [op for op in chunks if template.grows_with(moment, op)]
+        divisible = [op for op in at_peak if one_more(counts, op, chunks)]
+        if not divisible:
+            return None
+        chunks[divisible[0]] = one_more(counts, divisible[0], chunks) or 0
+
+
+def test_chunks_are_added_where_the_peak_is(planner: PassPlanner) -> None:
+    num_divided = 0
+    for draw in draws():
+        num_tokens = int(draw.integers(600, 6000))
+        num_masked = int(draw.integers(1, num_tokens + 1))
+        asked = (LogitNeeds(entropy=True),)
+        counts = Counts(num_tokens, num_tokens, num_tokens, num_masked, asked)
+        whole = bounds(counts, dict.fromkeys(OPERATOR_TILES, 1))
+        least, most = planner.least_bytes(counts), planner._template(counts).at(whole).needed_bytes
+        free_bytes = int(least + draw.uniform(-0.1, 1.1) * (most - least))
+        wanted = one_by_one(planner, counts, free_bytes)
+        if wanted is None:
+            with pytest.raises(PlanError, match="are free"):
+                planner.plan(counts, free_bytes)
+            continue
+        plan = planner.plan(counts, free_bytes)
+        assert {op: plan.chunks[op] for op in wanted} == wanted, (counts, free_bytes)
+        assert plan.needed_bytes <= free_bytes
+        num_divided += max(wanted.values()) > 1
+    assert num_divided > NUM_CASES // 10
