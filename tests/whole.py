@@ -275,7 +275,7 @@ def check_idle(llm: LLM) -> None:
 
 def check_account(llm: LLM) -> None:
     """Assert that an engine's counts of experts add up, whatever was run, cancelled or failed."""
-    stats = llm.stats()
+    stats = llm._loop.stats()  # an `AsyncLLM` may have no event loop here
     account, slot_bytes = account_of(stats), llm._engine.experts.host.slots.layout.num_bytes
     for name in ("rows", "moves", "prefetched"):
         total, *parts = account[name].values()

@@ -204,9 +204,9 @@ class KeptSequences:
         where that was not known or is long, before the prompt's last token. Where the prompt leaves
         an earlier one, a third may leave both, as behind a system prompt.
         """
-        sequence.cuts.clear()
         if self._reuse is Reuse.OFF or not self._kv_cache.has_states:
             return
+        sequence.cuts.clear()
         prompt, unit = self._beginning(known)
         shared = 0
         for kept in self._living():
