@@ -111,7 +111,7 @@ def test_an_engine_goes_on_under_any_policy() -> None:
     assert wanted.usage.receipt is None  # no policy that changes words
     with LLM(MODEL, gpu_memory=budget, **options) as llm:
         for policy in sorted(set(preset_names()) - {"resident"}):
-            llm.adopt_policy(policy)
+            llm.adopt_policy(policy, {"miss": "wait"} if policy == "buddymoe" else {})
             [found] = llm.generate([[5, 6, 7]], PARAMS)
             assert found.token_ids == wanted.token_ids, policy
             assert llm.plan.policy == policy or policy == "auto"
