@@ -281,6 +281,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "/api/chat": OLLAMA_CHAT,
     "/api/generate": OLLAMA_GENERATE,
     "/api/show": {"model": MODEL, "name": MODEL},
+    "/v1/lowtide/markdown": {"text": "a *b*"},
     "/api/pull": {"model": MODEL, "stream": True},
 }
 
