@@ -29,7 +29,7 @@ COSTS = Costs(
 )
 NUM_TRACES = 1000
 PRESETS = sorted(CATALOGUE.keys() - {"resident", "buddymoe"})  # they ignore room, or replace
-AHEAD = {"dali", "lowtide"}
+AHEAD = {"lowtide", "dali", "dali-exact", "dali-beam"}
 """Presets that bring experts ahead of demand without a prefetch, since they move between steps."""
 PER_TRACE = 2
 """Presets that a quick run tries on each trace."""
