@@ -28,6 +28,7 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds, rows_together
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.pass_planner import PassPlanner
+from lowtide.memory.states import StateStore
 from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Buffers, Workspace
 from lowtide.model_writing.synth import synth
@@ -72,12 +73,14 @@ def outputs(
 ) -> list[Tensor]:
     """Hidden states of sequences of one pass, logits and statistics of some of its rows."""
     num_tokens = sum(align_up(length, GRANULE_TOKENS) for length in lengths)
-    shape = engine.planner.memory.context.kv_shape.at(num_tokens)
-    dtype = engine.kv_cache.dtype
-    keeps_keys = engine.planner.memory.context.keeps_keys
+    context, dtype = engine.planner.memory.context, engine.kv_cache.dtype
+    shape, layout, states = context.kv_shape.at(num_tokens), context.state_layout(dtype), None
+    if layout is not None:
+        states = StateStore(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
     cache = TransientKV(shape, dtype)
-    if keeps_keys:
-        cache = KVCache([torch.zeros(group, dtype=dtype) for group in shape.groups])
+    if context.keeps_keys:
+        storage = [torch.zeros(group, dtype=dtype) for group in shape.groups]
+        cache = KVCache(storage, places=shape.places, states=states)
     config, own = engine.model.config, engine.model
     compute = Compute(engine.executor, own.compute.kernels, buffers)
     model = families()[config.family].model()(config, own.weights, engine.experts, cache, compute)
@@ -132,8 +135,8 @@ def test_long_passes_of_any_chunks_have_the_bits_of_those_without_a_plan(
     Memory holds NaN wherever nothing is alive.
     """
     engine = llm._engine
-    if engine.model.config.family == "gpt_oss":
-        return  # whose windows are of causal passes, of a tile at most
+    if engine.model.config.family == "gpt_oss" or engine.model.config.has_states:
+        return  # windows and states are of causal passes, of a tile at most
     lengths, rows = drawn
     longest = max(lengths)
     asked = () if engine.model.config.decoding.keeps_keys else ASKED
