@@ -317,8 +317,11 @@ def first_speeds(num_prompt: int, answer: Answer) -> dict[str, float]:
 
 def make_prompt(model: Path, num_tokens: int, seed: int) -> list[int]:
     """Random ids, special ones left out."""
-    config = read_config_in(model)
-    ordinary = min((config.vocab_size, *config.eos_token_ids))
+    if model.is_file():  # without words, so none is special
+        ordinary = GgufHeader.read(model).tensors["token_embd.weight"].shape[0]
+    else:
+        config = read_config_in(model)
+        ordinary = min((config.vocab_size, *config.eos_token_ids))
     ids: list[int] = np.random.default_rng(seed).integers(0, ordinary, num_tokens).tolist()
     return ids
 
