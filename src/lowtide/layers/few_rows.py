@@ -93,7 +93,9 @@ class ShortPass:
         self.attends = all(segment.goes_by_rows for segment in batch.segments)
         tokens, sequences = np.empty((0, 2), np.int64), np.empty((0, 4), np.int64)
         if self.attends:
-            tokens, sequences = _tokens(batch, kv_cache), _sequences(batch, kv_cache, layers)
+            tokens = _tokens(batch, kv_cache)
+        if self.attends and kv_cache.has_states:
+            sequences = _sequences(batch, kv_cache, layers)
         self._facts = PassFacts(self.x, (rotations.whole(self._rope),), tokens, sequences)
         for bound in self._drawn.values():
             bound.begin(self._facts)
