@@ -281,7 +281,7 @@ class PassFacts(NamedTuple):
     tokens: IntArray  # [rows, 2]: the first token of a row's sequence in the cache, and how many of
     # them it sees, its own the last. Unused by layers whose rows had their attention already.
     sequences: IntArray  # [sequences, 4]: the first row, the end of the rows, and the addresses of
-    # states before and behind them, 0 where no layer has any.
+    # states before and behind them; none where no layer has states.
 
 
 class Status(IntEnum):
