@@ -6,10 +6,15 @@ are added one by one to whatever is the peak.
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from examples import scaled
 from whole import planner_of
 
@@ -17,11 +22,14 @@ from lowtide.core import ALIGNMENT, align_up
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.errors import PlanError
+from lowtide.families import families
 from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds, one_more
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.planner import Graph, Recording, first_fit
 from lowtide.memory.template import bounds
+from lowtide.memory.workspace import Registrar
 from lowtide.model_writing.synth import synth
+from lowtide.model_writing.synth_weights import tensors_of
 
 NUM_CASES = 200
 
@@ -119,3 +127,68 @@ def test_chunks_are_added_where_the_peak_is(planner: PassPlanner) -> None:
         assert plan.needed_bytes <= free_bytes
         num_divided += max(wanted.values()) > 1
     assert num_divided > NUM_CASES // 10
+
+
+PUBLISHED = {"llada": ("n_layers", 32), "dream": ("num_hidden_layers", 28)}
+"""Families of the paper's models: the key of their number of layers, and the published number."""
+
+
+def headers_of(family: str, folder: Path) -> tuple[Path, int]:
+    """Write a published model cut to two layers, weights left out, and return what fits beside.
+
+    The bytes are those that 24 GB leave beside the weights of all layers.
+    """
+    size = families()[family].sizes()["full"]
+    key, num_layers = PUBLISHED[family]
+    whole = replace(size, config={**size.config, key: num_layers})
+    cut = replace(size, config={**size.config, key: 2})
+    header, stop = {}, 0
+    for tensor in tensors_of(cut):
+        start, stop = stop, stop + tensor.output.num_bytes
+        about = {"dtype": tensor.output.dtype, "shape": list(tensor.output.shape)}
+        header[tensor.output.name] = {**about, "data_offsets": [start, stop]}
+    told = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(told).to_bytes(8, "little") + told)
+        file.truncate(file.tell() + stop)
+    (folder / "config.json").write_text(json.dumps(cut.config), encoding="utf-8")
+    return folder, 24 * 10**9 - sum(tensor.output.num_bytes for tensor in tensors_of(whole))
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_head_that_gathers_as_it_multiplies_would_fit_no_longer_sequence(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paper's gather-GEMM spares a buffer of rows, which no plan has at its peak."""
+    folder, free_bytes = headers_of(family, tmp_path)
+    model = open_model(folder, EngineConfig(context=64, device="cpu"))
+    take, spared = Registrar.take, 0
+
+    def longest(is_divided: bool) -> int:
+        planner = planner_of(model).plan_long_passes()
+
+        def needed_bytes(num_tokens: int) -> int:
+            asked = (LogitNeeds(),)
+            counts = Counts(num_tokens, num_tokens, num_tokens, num_tokens // 2, asked)
+            if is_divided:
+                return planner.least_bytes(counts)
+            values = bounds(counts, dict.fromkeys(OPERATOR_TILES, 1))
+            return planner._template(counts).at(values).needed_bytes
+
+        return bisect_right(range(1 << 22), free_bytes, lo=640, key=needed_bytes)
+
+    def without_rows(
+        self: Registrar, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        nonlocal spared
+        if not name.startswith("head rows"):
+            return take(self, name, shape, dtype)
+        spared += 1
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    gathered = [longest(is_divided) for is_divided in (True, False)]
+    monkeypatch.setattr(Registrar, "take", without_rows)
+    as_loaded = [longest(is_divided) for is_divided in (True, False)]
+    assert spared
+    for before, after in zip(gathered, as_loaded, strict=True):
+        assert before <= after < 1.01 * before
