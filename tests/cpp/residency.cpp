@@ -290,9 +290,7 @@ class Residents {
         own_.residency.wait_limit_s = LONG_S;
         run_to(wanted, FAILED);
         const Residency& r = own_.residency;
-        // A piece that lies between parts reads nothing, and finds that the file has changed.
-        expect(r.error == FILE_ENDED || r.error == FILE_CHANGED,
-               "the error of a file without bytes", r.error);
+        expect(r.error == FILE_ENDED, "the error of a file without bytes", r.error);
         expect(own_.owner[r.slot] == TAKEN_SLOT && r.layer == 0 && own_.table[r.expert] < 0,
                "whose read failed", r.layer, r.expert, r.slot);
         expect(reader_.drain(LONG_S), "reads that have ended");

@@ -64,6 +64,11 @@ int each_part(const Source& source, const Range& range, const Piece& piece, cons
     return READY;
 }
 
+// Whether any segment has bytes of a piece: gaps between them are no reason to read.
+bool has_bytes(const Source& source, const Range& range, const Piece& piece) {
+    return each_part(source, range, piece, [](long, long, long) { return PENDING; }) != READY;
+}
+
 std::uint8_t* end_of(const iovec& place) {
     return static_cast<std::uint8_t*>(place.iov_base) + place.iov_len;
 }
@@ -165,7 +170,9 @@ void Readiness::end_piece(long number, std::uint32_t filling, int error) {
         const std::lock_guard<std::mutex> lock(changes_);
         Slot& slot = slots_[number];
         if (slot.filling != filling || slot.num_missing == 0) return;
-        if (error != READY) slot.error = error;
+        // The first error stays; that a piece was given up explains less than what another met.
+        const bool has_failed = slot.error != READY && slot.error != CANCELLED;
+        if (error != READY && !has_failed) slot.error = error;
         if (--slot.num_missing > 0) return;
         slot.state.store(slot.error, std::memory_order_release);
     }
@@ -238,20 +245,24 @@ Reader::Reader(const Source& source, std::shared_ptr<Readiness> readiness)
 void Reader::start(long expert, long slot) {
     const Source& source = state_->source;
     const long first = source.first_range[expert], last = source.first_range[expert + 1];
-    long count = 0;
-    for (long i = first; i < last; ++i) count += num_pieces(source.ranges[i], source.piece_bytes);
+    std::vector<Task> tasks;
+    for (long i = first; i < last; ++i) {
+        const Range& range = source.ranges[i];
+        for (long n = 0; n < num_pieces(range, source.piece_bytes); ++n)
+            if (has_bytes(source, range, Piece(range, n, source.piece_bytes)))
+                tasks.push_back({i, n, slot, 0});
+    }
     const std::uint32_t filling =
-        state_->readiness->begin(slot, static_cast<std::uint32_t>(count));
+        state_->readiness->begin(slot, static_cast<std::uint32_t>(tasks.size()));
+    for (Task& task : tasks) task.filling = filling;
     bool is_closed;
     {
         const std::lock_guard<std::mutex> own(state_->lock);
         is_closed = state_->is_closed;
-        for (long i = first; i < last; ++i)
-            for (long n = 0; n < num_pieces(source.ranges[i], source.piece_bytes); ++n)
-                state_->tasks.push_back({i, n, slot, filling});
+        state_->tasks.insert(state_->tasks.end(), tasks.begin(), tasks.end());
     }
     if (is_closed) state_->give_up([](const Task&) { return true; });
-    else if (count > 1) state_->work.notify_all();
+    else if (tasks.size() > 1) state_->work.notify_all();
     else state_->work.notify_one();
 }
 

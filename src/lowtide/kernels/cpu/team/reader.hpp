@@ -31,7 +31,8 @@ class Readiness {
     // A piece is there, or failed with `error`; of any thread.
     void end_piece(long slot, std::uint32_t filling, int error);
 
-    // PENDING, READY, or what the filling failed with once none of its pieces is on its way.
+    // PENDING, READY, or the first error of the filling once none of its pieces is on its way
+    // (CANCELLED if it has no other).
     int state(long slot) const;
 
     // Waits until the state is not PENDING, or for the time limit; returns it.
