@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
+from family_models import FAMILIES, randomise
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import finish, packed
 from torch import Tensor
@@ -88,6 +90,18 @@ def write_hybrid(
         name = f"blk.{model.config.num_hidden_layers + layer}.nextn.eh_proj.weight"
         writer.add_tensor(name, torch.zeros(4, 8).numpy())
     finish(writer)
+
+
+def random_model(family: str, seed: int, **changes: Any) -> torch.nn.Module:
+    """In float32, with layers at an interval, as files have them."""
+    rng, row = random.Random(f"{family} {seed}"), FAMILIES[family]
+    torch.manual_seed(seed)
+    values = {**row.values(rng), "layer_types": ["linear_attention", "full_attention"] * 2}
+    values |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True, **changes}
+    values["rope_parameters"] |= {"rope_type": "default"}
+    model = row.model_class(row.config_class(**values))
+    randomise(model)
+    return model.float().eval()
 
 
 def _add_metadata(

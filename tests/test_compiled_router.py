@@ -185,3 +185,17 @@ def test_a_gate_is_the_references_but_for_rounding(variants: list[FewRows]) -> N
         kernel.weigh_rows(own, shares)
         torch.testing.assert_close(out, expected, rtol=2 * STEP, atol=1e-30)
         torch.testing.assert_close(own, weighed, rtol=2 * STEP, atol=0)
+
+
+def test_gates_of_attention_have_torchs_bits(variants: list[FewRows]) -> None:
+    """For every number; a head's gate lies behind its query."""
+    numbers = torch.arange(-(1 << 15), 1 << 15).short().view(torch.bfloat16)
+    gates = numbers[numbers.isfinite()].view(15, 4, -1)
+    x = randn(*gates.shape, seed=1).bfloat16()
+    queries_gates = torch.stack([x, gates], dim=2)
+    expected = x.clone()
+    REFERENCE.sigmoid_weigh(expected, gates.clone())
+    for kernel in variants:
+        out = x.clone()
+        kernel.sigmoid_weigh(out, queries_gates[:, :, 1], num_threads=3)
+        assert torch.equal(out, expected)

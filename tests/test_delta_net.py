@@ -117,7 +117,9 @@ def test_steps_follow_each_other_in_place(dtype: torch.dtype) -> None:
     before = case.state
     for row in range(8):
         one = slice(row, row + 1)
-        REFERENCE.delta_step(part(case.rows, one), case.weights, before, after, out[one], workspace)
+        REFERENCE.delta_steps(
+            part(case.rows, one), case.weights, before, after, out[one], workspace
+        )
         before = after
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -204,7 +206,7 @@ def test_prompts_are_divided_at_multiples_of_their_positions() -> None:
     assert lengths(Segment(3, 103, 50, 1, kv)) == [14, 64, 22]
     assert lengths(Segment(0, 64, 128, 1, kv)) == [64]
     assert lengths(Segment(7, 8, 64, 1, kv)) == [1]
-    assert lengths(Segment(0, 5, 62, 1, kv, is_answer=True)) == [1] * 5
+    assert lengths(Segment(0, 5, 62, 1, kv, is_answer=True)) == [5]
     assert lengths(Segment(0, 5, 62, 1, kv)) == [2, 3]
     assert [*parts_of(Segment(3, 20, 60, 1, kv))] == [slice(3, 7), slice(7, 20)]
 
@@ -236,7 +238,7 @@ def stepped(
     for row in range(len(out)):
         one = slice(row, row + 1)
         operands = part(case.rows, one), case.weights, before, after, out[one]
-        kernels.delta_step(*operands, workspace, num_threads)
+        kernels.delta_steps(*operands, workspace, num_threads)
         before = after
     return out, after
 

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from family_models import write_model
+from gguf.constants import GGMLQuantizationType as Type
 from poison import PoisonedWorkspace
+from qwen_hybrid_files import random_model, write_hybrid
 from rounded_files import write_rounded
 from torch import Tensor
 from whole import Observed, rows_asked
@@ -45,8 +47,12 @@ from lowtide.policies.reads_ahead import AheadTrial
 AT_ONCE = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe", "minimax_m2"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "lfm2_moe"),
+    *("qwen3_5_moe", "qwen3_next"),
 )
-"""Families whose passes of few rows are one call: all that write token by token."""
+"""Families with experts whose passes of few rows are one call: all that write token by token."""
+
+DENSE = ("lfm2", "qwen3_5")
+"""Families without."""
 
 PROMPT = 20
 
@@ -60,13 +66,16 @@ def compiled() -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
-    return {name: synth(name, "tiny", base / name, seed=3) for name in AT_ONCE}
+    return {name: synth(name, "tiny", base / name, seed=3) for name in (*AT_ONCE, *DENSE)}
 
 
 @contextmanager
 def opened(path: Path, share: float = 1.0, **options: object) -> Iterator[Engine]:
-    """share: of the way from the least budget to everything."""
-    chosen = {"context": 1024, "dtype": "bfloat16", **options}
+    """share: of the way from the least budget to everything.
+
+    The context has room for the states of three sequences.
+    """
+    chosen = {"context": 8192, "dtype": "bfloat16", **options}
     plan = plan_model(path, **chosen)
     budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
     config = EngineConfig(host_memory=budget, **chosen)
@@ -208,7 +217,18 @@ def test_a_pass_is_one_call(folders: dict[str, Path], family: str) -> None:
         assert {*counts[1::4], *counts[2::4], *counts[3::4]} == {1}
 
 
-@pytest.mark.parametrize("family", AT_ONCE)
+@pytest.mark.parametrize("family", DENSE)
+def test_a_pass_without_experts_is_one_call(folders: dict[str, Path], family: str) -> None:
+    with opened(folders[family]) as engine:
+        for shape in ((1, 1), (3, 1), *((1, num_rows) for num_rows in range(2, 9)), (2, 4)):
+            with one_by_one():
+                expected = decoded(engine, *shape)
+            with calls_counted() as counts:
+                assert are_equal(decoded(engine, *shape), expected)
+            assert counts[1:] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("family", [*AT_ONCE, *DENSE])
 def test_rows_of_an_answer_have_the_bits_of_passes_of_their_own(
     folders: dict[str, Path], family: str
 ) -> None:
@@ -415,6 +435,24 @@ def test_an_interrupt_while_experts_behind_torchs_router_are_read(tmp_path: Path
             with pytest.raises(KeyboardInterrupt):
                 decoded(engine, 1)
         assert are_equal(decoded(engine, 1), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_delta_nets_of_gguf_files_have_the_bits_of_one_by_one(tmp_path: Path, family: str) -> None:
+    """Value heads are tiled, or strengths and decays alone are one product; weights are packed."""
+    path = tmp_path / "model.gguf"
+
+    def choose(name: str, shape: tuple[int, ...]) -> Type:
+        return Type.Q8_0 if shape[-1] % 32 == 0 and "gate_inp" not in name else Type.F32
+
+    write_hybrid(path, family, random_model(family, 1), choose)
+    with opened(path) as engine:
+        for shape in ((1, 1), (3, 1), (2, 5)):
+            with one_by_one():
+                expected = decoded(engine, *shape)
+            with calls_counted() as counts:
+                assert are_equal(decoded(engine, *shape), expected)
+            assert counts[1:] == [1, 1, 1]
 
 
 # Formats

@@ -6,15 +6,14 @@ A minute: random models of three families that two libraries load and run.
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from family_models import FAMILIES, VOCAB, random_ids, randomise, write_model
+from family_models import VOCAB, random_ids, write_model
 from gguf.constants import GGMLQuantizationType as Type
-from qwen_hybrid_files import write_hybrid
+from qwen_hybrid_files import random_model, write_hybrid
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -218,18 +217,6 @@ def test_what_cannot_be_right_is_refused(changes: dict[str, Any], message: str) 
 
 
 # GGUF
-
-
-def random_model(family: str, seed: int, **changes: Any) -> torch.nn.Module:
-    """In float32, with layers at an interval, as files have them."""
-    rng, row = random.Random(f"{family} {seed}"), FAMILIES[family]
-    torch.manual_seed(seed)
-    values = {**row.values(rng), "layer_types": ["linear_attention", "full_attention"] * 2}
-    values |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True, **changes}
-    values["rope_parameters"] |= {"rope_type": "default"}
-    model = row.model_class(row.config_class(**values))
-    randomise(model)
-    return model.float().eval()
 
 
 def check(path: Path, model: torch.nn.Module, tolerance: float) -> None:

@@ -14,6 +14,7 @@ using lowtide::widen;
 
 using DeltaSteps = void(int, int, const DeltaRows*, const DeltaWeights*);
 using SiluWeigh = void(int, int, bf16*, long, const bf16*, long, long, long);
+using SigmoidWeigh = void(int, int, bf16*, long, const bf16*, long, long, long, long, long);
 
 struct State {
     Numbers tail;
@@ -166,6 +167,26 @@ void weigh_by_silu(SiluWeigh* weigh, int best, long num_rows, long length) {
     }
 }
 
+// Heads of gates lie apart, as where queries lie between them.
+void weigh_by_sigmoid(SigmoidWeigh* weigh, int best, long num_rows, long num_heads, long length) {
+    const long size = num_heads * length, row = 2 * size + 1, head = 2 * length;
+    const Numbers x = numbers(num_rows * size), gates = numbers(num_rows * row);
+    Numbers first;
+    for (int variant = 0; variant <= best; ++variant)
+        for (int num_threads : THREADS) {
+            Numbers out = x;
+            weigh(variant, num_threads, out.data(), size, gates.data(), row, head, num_rows,
+                  num_heads, length);
+            if (first.empty()) first = out;
+            expect(out == first, "bits of weighing by a sigmoid", variant, num_rows, length);
+        }
+    for (long i = 0; i < long(first.size()); ++i) {
+        const double gate = widen(gates[i / size * row + i % size / length * head + i % length]);
+        expect(is_near(first[i], widen(x[i]) / (1 + std::exp(-gate)), 1), "weighing by a sigmoid", i,
+               num_rows, length);
+    }
+}
+
 }  // namespace
 
 void check_delta(const Library& kernels) {
@@ -178,8 +199,12 @@ void check_delta(const Library& kernels) {
     for (const DeltaSpec& spec : SPECS)
         for (long num_rows : {0, 1, 2, 3, 8}) check_case(steps, best, spec, num_rows);
     auto* weigh = kernels.function<SiluWeigh>("lowtide_silu_weigh");
+    auto* weigh_heads = kernels.function<SigmoidWeigh>("lowtide_sigmoid_weigh");
     for (long num_rows : {0, 1, 3})
-        for (long length : {1, 24, 300}) weigh_by_silu(weigh, best, num_rows, length);
+        for (long length : {1, 24, 300}) {
+            weigh_by_silu(weigh, best, num_rows, length);
+            weigh_by_sigmoid(weigh_heads, best, num_rows, 3, length);
+        }
 }
 
 }  // namespace driver

@@ -10,6 +10,8 @@ namespace driver {
 
 using lowtide::Angles;
 using lowtide::DONE;
+using lowtide::DeltaNet;
+using lowtide::DeltaSpec;
 using lowtide::ExpertCall;
 using lowtide::Experts;
 using lowtide::FREE_SLOT;
@@ -33,7 +35,7 @@ struct Kind {
     MultiplyFunction* multiply;
     ExpertsFunction* experts;
     MlpsFunction* mlps;
-    MixFunction *mix_grouped, *mix_latent, *mix_convolution;
+    MixFunction *mix_grouped, *mix_latent, *mix_convolution, *mix_delta;
     Pack* pack;
     int variant, type;
 
@@ -62,7 +64,8 @@ inline Kind plain_kind(const Library& kernels, int variant) {
             kernels.function<MlpsFunction>("lowtide_plain_mlps"),
             kernels.function<MixFunction>("lowtide_mix_grouped"),
             kernels.function<MixFunction>("lowtide_mix_latent"),
-            kernels.function<MixFunction>("lowtide_mix_convolution"), nullptr, variant, PLAIN};
+            kernels.function<MixFunction>("lowtide_mix_convolution"),
+            kernels.function<MixFunction>("lowtide_mix_delta"), nullptr, variant, PLAIN};
 }
 
 inline Kind few_bits_kind(const Library& kernels) {
@@ -72,6 +75,7 @@ inline Kind few_bits_kind(const Library& kernels) {
             kernels.function<MixFunction>("lowtide_mix_grouped"),
             kernels.function<MixFunction>("lowtide_mix_latent"),
             kernels.function<MixFunction>("lowtide_mix_convolution"),
+            kernels.function<MixFunction>("lowtide_mix_delta"),
             kernels.function<Pack>("lowtide_quantised_pack"),
             kernels.function<int()>("lowtide_best_own")(), Q4};
 }
@@ -82,7 +86,7 @@ struct Form {
         has_share;
     bool is_latent = false, has_query_latent = false, has_sinks = false, has_wide_norms = false;
     long window = 0;
-    bool is_convolution = false;
+    bool is_convolution = false, has_gates = false, is_delta = false;
 };
 constexpr Form FORMS[] = {
     {false, false, false, false, false, false, true, false},  // dense
@@ -95,6 +99,12 @@ constexpr Form FORMS[] = {
     {false, true, false, false, true, true, true, false, true, true, false, true},
     {false, false, false, false, true, false, false, false, false, false, false, false, 0, true},
     {false, true, false, false, false, false, true, false, false, false, false, true, 0, true},
+    // Gated attention, and delta-nets whose products are apart and together.
+    {true, true, true, false, true, false, true, true, false, false, false, true, 0, false, true},
+    {true, true, false, false, true, true, true, false, false, false, false, true, 0, false, false,
+     true},
+    {false, false, false, false, false, false, true, false, false, false, false, false, 0, false,
+     false, true},
 };
 
 // The sizes of a layer; odd ones but where rotation asks for halves.
@@ -113,8 +123,15 @@ constexpr long CACHE_TOKENS = 11;
 // Of a convolution, and where in a sequence's states it begins, in bytes.
 constexpr long NUM_TAPS = 3, STATE = 64;
 
+// Of a delta-net, and where its matrices begin.
+constexpr DeltaSpec DELTA = {2, 6, 5, 3, 4, 0};
+constexpr long MATRICES = STATE + 64 * ((DELTA.kernel - 1) * DELTA.channels() / 32 + 1);
+
 // The states of a sequence, in numbers.
-constexpr long state_size(long hidden) { return STATE / 2 + (NUM_TAPS - 1) * hidden; }
+constexpr long state_size(long hidden) {
+    const long matrices = DELTA.value_heads * DELTA.key_width * DELTA.value_width;
+    return std::max(STATE / 2 + (NUM_TAPS - 1) * hidden, MATRICES / 2 + 2 * matrices);
+}
 
 // Owns what a layer points to.
 class OwnLayer {
@@ -122,6 +139,7 @@ class OwnLayer {
     OwnLayer(const Kind& kind, const Sizes& sizes, const Form& form)
         : kind_(kind), sizes_(sizes), form_(form) {
         if (form.is_convolution) convolve();
+        else if (form.is_delta) remember();
         else if (form.is_latent) attend_latents();
         else attend();
         layer.mlp_norm = norm(sizes.hidden);
@@ -165,6 +183,7 @@ class OwnLayer {
     GroupedAttention grouped{};
     LatentAttention latent{};
     ShortConvolution convolution{};
+    DeltaNet delta{};
     Ids slot_of;  // of each expert, in its own slots
 
    private:
@@ -194,7 +213,7 @@ class OwnLayer {
         a.norm = norm(s.hidden);
         a.num_projections = form_.is_split ? 3 : 1;
         if (form_.is_split) {
-            const long sizes_of[] = {query, key, key};
+            const long sizes_of[] = {form_.has_gates ? 2 * query : query, key, key};
             for (long i = 0; i < 3; ++i) a.projections[i] = matrix(sizes_of[i], s.hidden);
         } else {
             a.projections[0] = matrix(query + 2 * key, s.hidden);
@@ -209,6 +228,7 @@ class OwnLayer {
         a.keys = keys_.data(), a.values = values_.data();
         a.num_heads = s.num_heads, a.num_key_heads = s.num_key_heads, a.head_dim = s.head_dim;
         a.scale = 0.3f, a.window = form_.window;
+        a.has_gates = form_.has_gates;
         if (form_.has_sinks) {
             wide_.push_back(floats(s.num_heads));
             a.sinks = wide_.back().data();
@@ -247,6 +267,28 @@ class OwnLayer {
         c.num_taps = NUM_TAPS;
         c.outward = matrix(sizes_.hidden, sizes_.hidden);
         c.state = STATE;
+    }
+
+    // Products are apart in a form that `is_split`.
+    void remember() {
+        DeltaNet& d = delta;
+        layer.mix = kind_.mix_delta, layer.mixer = &d;
+        const long value = DELTA.value_heads * DELTA.value_width, heads = DELTA.value_heads;
+        const long hidden = sizes_.hidden, channels = DELTA.channels();
+        d.norm = norm(hidden);
+        d.mixed = matrix(form_.is_split ? channels : channels + value, hidden);
+        d.beta = matrix(form_.is_split ? heads : 2 * heads, hidden);
+        if (form_.is_split) d.gates = matrix(value, hidden), d.time = matrix(heads, hidden);
+        wide_.push_back(floats(channels * DELTA.kernel));
+        const float* const conv = wide_.back().data();
+        wide_.push_back(floats(heads));
+        for (float& each : wide_.back()) each = -std::abs(each);
+        const float* const decay = wide_.back().data();
+        wide_.push_back(floats(heads));
+        d.weights = {DELTA, conv, decay, wide_.back().data()};
+        d.head_norm = norm(DELTA.value_width);
+        d.outward = matrix(hidden, value);
+        d.tail = STATE, d.matrices = MATRICES;
     }
 
     void append(const Bytes& part) { experts_.insert(experts_.end(), part.begin(), part.end()); }
@@ -307,9 +349,12 @@ class OwnPass {
     OwnPass(const Sizes& s, int variant, int num_threads, const Numbers& x, const Numbers& turns)
         : x_(x) {
         const long num_rows = long(x.size()) / s.hidden, pairs = num_rows * s.k;
-        const long size = std::max(s.num_heads * std::max(s.head_dim, s.rank()), s.hidden);
+        const long size = std::max({s.num_heads * std::max(s.head_dim, s.rank()), s.hidden,
+                                    DELTA.value_heads * DELTA.value_width});
         const long heads = s.num_heads * 2 * s.head_dim + 2 * s.num_key_heads * s.head_dim;
-        const long width = std::max(heads, 3 * s.hidden);
+        const long value = DELTA.value_heads * DELTA.value_width;
+        const long width = std::max({heads, 3 * s.hidden, DELTA.channels()});
+        const long product = std::max(2 * size, DELTA.channels() + value);
         for (long row = 0; row < num_rows; ++row) {
             const long first = row % 2 * 5, count = 1 + row / 2;
             tokens_.insert(tokens_.end(), {first, count});
@@ -334,6 +379,8 @@ class OwnPass {
                 room(num_rows * s.hidden), room(num_rows * width), room(num_rows * size),
                 room(num_rows * s.hidden), room(num_rows * (s.head_dim + 1)), room(latent),
                 room(s.num_heads * latent), room(num_rows * s.num_heads * s.value_dim()),
+                room(num_rows * product), room(num_rows * value),
+                room(num_rows * 2 * DELTA.value_heads),
                 room(num_rows * s.hidden), nullptr, nullptr, room(pairs * s.hidden),
                 room(pairs * s.width), room(pairs * s.width), nullptr,
                 room(num_rows * s.shared_width), room(num_rows * s.shared_width),

@@ -65,6 +65,7 @@ _FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "silu_times": (None, _INT, _INT, _P, _P, _LONG),
         "weigh_rows": (None, _INT, _P, _P, _LONG, _LONG),
         "silu_weigh": (None, _INT, _INT, _P, _LONG, _P, _LONG, _LONG, _LONG),
+        "sigmoid_weigh": (None, _INT, _INT, _P, _LONG, _P, *5 * (_LONG,)),
         "delta_steps": (None, _INT, _INT, _P, _P),
     },
     PACKING: {"quantised_pack": (None, _INT, _INT, _INT, _P, _P, _P, _LONG, _LONG)},
@@ -396,6 +397,14 @@ def _between_products(kernels: Kernels) -> Iterator[Case]:
         return out
 
     yield Case("rows weighed by SiLU", silu_weigh)
+
+    def sigmoid_weigh(variant: int) -> array[int]:
+        out = array("H", x)
+        strides = heads * length, _at(other), heads * length, length
+        kernels.sigmoid_weigh(variant, _THREADS, _at(out), *strides, rows, heads, length)
+        return out
+
+    yield Case("heads weighed by a sigmoid", sigmoid_weigh)
     yield _delta_net(kernels, draw)
     yield from _attention(kernels, draw)
     yield _router(kernels, draw)
@@ -417,7 +426,6 @@ def _delta_net(kernels: Kernels, draw: _Draw) -> Case:
     decay = array("f", (-abs(each) for each in draw.floats(value_heads)))
     time_bias = draw.floats(value_heads)
     spec = struct("DeltaSpec")(key_heads, value_heads, key_width, value_width, kernel, 1)
-    weights = struct("DeltaWeights")(spec, _at(conv), _at(decay), _at(time_bias))
 
     def run(variant: int) -> array[float]:
         tail_after, after = array("H", bytes(2 * len(tail))), array("f", bytes(4 * len(matrices)))
@@ -425,6 +433,7 @@ def _delta_net(kernels: Kernels, draw: _Draw) -> Case:
         given = _at(mixed), channels, _at(beta), value_heads, _at(time), value_heads
         states = _at(tail), _at(tail_after), _at(matrices), _at(after)
         rows = struct("DeltaRows")(*given, *states, _at(out), width, num_rows)
+        weights = struct("DeltaWeights")(spec, _at(conv), _at(decay), _at(time_bias))
         addresses = ctypes.addressof(rows), ctypes.addressof(weights)
         kernels.delta_steps(variant, _THREADS, *addresses)
         return array("f", [*_wide(out), *_wide(tail_after), *after])

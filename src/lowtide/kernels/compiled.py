@@ -206,9 +206,15 @@ class CompiledKernels(Kernels):
         else:
             super().gated_norm(x, gates, weight, eps, workspace, num_threads)
 
-    def delta_step(
+    def sigmoid_weigh(self, x: Tensor, gates: Tensor, num_threads: int = 1) -> None:
+        if is_on_host(x) and is_on_host(gates):
+            self._few_rows.sigmoid_weigh(x, gates, num_threads)
+        else:
+            super().sigmoid_weigh(x, gates, num_threads)
+
+    def delta_steps(
         self,
-        row: DeltaRows,
+        rows: DeltaRows,
         weights: DeltaWeights,
         before: DeltaState,
         after: DeltaState,
@@ -216,10 +222,10 @@ class CompiledKernels(Kernels):
         workspace: Buffers,
         num_threads: int = 1,
     ) -> None:
-        if is_on_host(row.mixed):
-            self._few_rows.delta_steps(row, weights, before, after, out, num_threads)
+        if is_on_host(rows.mixed):
+            self._few_rows.delta_steps(rows, weights, before, after, out, num_threads)
         else:
-            super().delta_step(row, weights, before, after, out, workspace, num_threads)
+            super().delta_steps(rows, weights, before, after, out, workspace, num_threads)
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice

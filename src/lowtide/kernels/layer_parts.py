@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.core import IntArray
 from lowtide.kernels.cpu.weight_calls import CompiledExperts
-from lowtide.kernels.operands import ExpertChoice, Matrix, Rotation, SlotPlaces
+from lowtide.kernels.operands import DeltaWeights, ExpertChoice, Matrix, Rotation, SlotPlaces
 
 
 class Product(NamedTuple):
@@ -41,6 +41,7 @@ class GroupedParts(NamedTuple):
     scale: float
     window: int = 0  # tokens that a row sees, its own included; 0: all
     sinks: Tensor | None = None  # [num_heads] float32
+    has_gates: bool = False  # queries' own product makes a head's query, then its gate
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -56,6 +57,11 @@ class GroupedParts(NamedTuple):
         return self.keys, self.values
 
     @property
+    def wide(self) -> tuple[Tensor, ...]:
+        """Other tensors in float32."""
+        return () if self.sinks is None else (self.sinks,)
+
+    @property
     def scratch(self) -> dict[str, int]:
         """Widths by the names of `Scratch`."""
         num_key_heads, _, head_dim = self.keys.shape
@@ -64,6 +70,7 @@ class GroupedParts(NamedTuple):
             "normed": hidden,
             "projected": (self.num_heads + 2 * num_key_heads) * head_dim,
             "attended": self.num_heads * head_dim,
+            "product": 2 * self.num_heads * head_dim if self.has_gates else 0,
             "update": hidden,
         }
 
@@ -97,6 +104,11 @@ class LatentParts(NamedTuple):
     def tensors(self) -> tuple[Tensor, ...]:
         """Other tensors in the compute dtype."""
         return self.expansion, self.cache
+
+    @property
+    def wide(self) -> tuple[Tensor, ...]:
+        """Other tensors in float32."""
+        return ()
 
     @property
     def rank(self) -> int:
@@ -146,13 +158,70 @@ class ShortConvParts(NamedTuple):
         return (self.kernel,) if self.bias is None else (self.kernel, self.bias)
 
     @property
+    def wide(self) -> tuple[Tensor, ...]:
+        """Other tensors in float32."""
+        return ()
+
+    @property
     def scratch(self) -> dict[str, int]:
         """Widths by the names of `Scratch`."""
         hidden = len(self.norm.weight)
         return {"normed": hidden, "projected": 3 * hidden, "attended": hidden, "update": hidden}
 
 
-MixerParts = GroupedParts | LatentParts | ShortConvParts
+class DeltaParts(NamedTuple):
+    """Gated delta-net, with an RMS norm of each value head and its gate behind it.
+
+    Where a product makes two things, it does so key head by key head (`DeltaProjections`).
+    """
+
+    norm: NormParts
+    mixed: Product
+    gates: Product | None  # None: `mixed` makes both
+    beta: Product
+    time: Product | None  # None: `beta` makes both
+    weights: DeltaWeights
+    head_norm: NormParts
+    outward: Product
+    states: tuple[int, int]  # first bytes of the tail and of the matrices among all states
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        found = self.mixed, self.gates, self.beta, self.time, self.outward
+        return tuple(each for each in found if each is not None)
+
+    @property
+    def norms(self) -> tuple[NormParts | None, ...]:
+        return self.norm, self.head_norm
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Other tensors in the compute dtype."""
+        return ()
+
+    @property
+    def wide(self) -> tuple[Tensor, ...]:
+        """Other tensors in float32."""
+        return self.weights.conv, self.weights.decay, self.weights.time_bias
+
+    @property
+    def scratch(self) -> dict[str, int]:
+        """Widths by the names of `Scratch`."""
+        hidden, spec = len(self.norm.weight), self.weights.spec
+        of_gates = spec.channels + spec.value_size if self.gates is None else 0
+        of_time = 2 * spec.value_heads if self.time is None else 0
+        return {
+            "normed": hidden,
+            "projected": spec.channels,
+            "gates": spec.value_size,
+            "strengths": 2 * spec.value_heads,
+            "product": max(of_gates, of_time),
+            "attended": spec.value_size,
+            "update": hidden,
+        }
+
+
+MixerParts = GroupedParts | LatentParts | ShortConvParts | DeltaParts
 """Parts of a layer's mixer, by its kind."""
 
 
@@ -260,6 +329,9 @@ class Scratch(NamedTuple):
     latent: Tensor | None  # [rows, rank + rotating]
     latent_query: Tensor | None  # [rows, heads * (rank + rotating)]
     value: Tensor | None  # [rows, heads * value_dim]
+    product: Tensor | None  # [rows, ..]: what one product makes of several things, head by head
+    gates: Tensor | None  # [rows, value_heads * value_width]
+    strengths: Tensor | None  # [rows, 2 * value_heads]: betas, then times
     mlp_input: Tensor | None  # [rows, hidden], of every layer
     router_input: Tensor | None  # [rows, hidden] float32, for a router in float32
     logits: Tensor | None  # [rows, num_experts]

@@ -309,11 +309,18 @@ class Kernels:
         self.rms_norm(x, weight, eps, workspace, x, num_threads)
         reference_rows.silu_weigh(x, gates, workspace)
 
+    def sigmoid_weigh(self, x: Tensor, gates: Tensor, num_threads: int = 1) -> None:
+        """Compute `x *= sigmoid(gates)` in place, rounded after each of the two.
+
+        x, gates [rows, heads, length]; elements of a head are adjacent, and `gates` may change.
+        """
+        x.mul_(gates.sigmoid_())
+
     # Gated delta-nets
 
-    def delta_step(
+    def delta_steps(
         self,
-        row: DeltaRows,
+        rows: DeltaRows,
         weights: DeltaWeights,
         before: DeltaState,
         after: DeltaState,
@@ -321,12 +328,16 @@ class Kernels:
         workspace: Buffers,
         num_threads: int = 1,
     ) -> None:
-        """Advance the state of one sequence by a single row, and read it.
+        """Advance the state of one sequence by its rows, one after the other, and read it.
 
-        out [1, value_heads, value_width]; `after` may be `before`. All but `row`, `out` and tails,
-        which have the compute dtype, is float32. See `reference_delta.py`.
+        out [rows, value_heads, value_width]; `after` may be `before`. All but `rows`, `out` and
+        tails, which have the compute dtype, is float32. See `reference_delta.py`.
         """
-        reference_delta.advance(row, weights, before, after, out, workspace)
+        for row in range(len(out)):
+            one = slice(row, row + 1)
+            own = DeltaRows(*(tensor[one] for tensor in rows))
+            reference_delta.advance(own, weights, before, after, out[one], workspace)
+            before = after
 
     def delta_chunk(
         self,

@@ -62,7 +62,7 @@ def advance(
     workspace: Buffers,
     run: Run | None = None,
 ) -> None:
-    """Compute `Kernels.delta_chunk`, or without `run` `Kernels.delta_step`."""
+    """Compute `Kernels.delta_chunk`, or without `run` one row of `Kernels.delta_steps`."""
     spec, num_rows = weights.spec, len(rows.mixed)
     with workspace.scope():
         mixed = _convolved(rows.mixed, weights, before.tail, after.tail, workspace)

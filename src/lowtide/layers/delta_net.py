@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import DeltaNetSpec, ModelConfig
+from lowtide.kernels.layer_parts import DeltaParts, NormParts
 from lowtide.kernels.operands import DeltaRows, DeltaState, DeltaWeights
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.linear import Linear
@@ -99,9 +100,21 @@ class DeltaNet:
         self._kv_cache = kv_cache
         self._compute = compute
 
-    def parts(self, norm: Norm) -> None:
-        """Return None: no kernels of whole layers include the mixer."""
-        return None
+    def parts(self, norm: Norm) -> DeltaParts:
+        """Return parts for kernels that run whole layers."""
+        gates, time = self._projections.gates, self._projections.time
+        tail, matrices = self._kv_cache.state_offsets(self._layer)
+        return DeltaParts(
+            norm.parts(),
+            self._projections.mixed.product,
+            None if gates is None else gates.product,
+            self._projections.beta.product,
+            None if time is None else time.product,
+            self._weights,
+            NormParts(self._norm, self._eps),
+            self._output.product,
+            (tail, matrices),
+        )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """Compute `x += mixer(norm(x))`, x [rows, hidden]; writes the sequences' states."""
@@ -137,18 +150,21 @@ class DeltaNet:
         for part in _kinds_of(segment) if out.is_meta else parts_of(segment):
             own = DeltaRows(*(tensor[part] for tensor in rows))
             operands = (own, self._weights, before, after, out[part], workspace)
-            if part.stop - part.start == 1:
-                kernels.delta_step(*operands, self._compute.executor.num_cores)
+            if segment.goes_by_rows or part.stop - part.start == 1:
+                kernels.delta_steps(*operands, self._compute.executor.num_cores)
             else:
                 kernels.delta_chunk(*operands, self._compute.executor.run)
             before = after
 
 
 def parts_of(segment: Segment) -> Iterator[slice]:
-    """Yield the rows of a batch that advance their sequence's state together."""
+    """Yield the rows of a batch that one call advances their sequence's state by."""
+    if segment.goes_by_rows:
+        yield slice(segment.start, segment.stop)
+        return
     row, position = segment.start, segment.first_position
     while row < segment.stop:
-        length = 1 if segment.goes_by_rows else min(segment.stop - row, CHUNK - position % CHUNK)
+        length = min(segment.stop - row, CHUNK - position % CHUNK)
         yield slice(row, row + length)
         row, position = row + length, position + length
 

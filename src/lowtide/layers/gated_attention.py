@@ -8,6 +8,7 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.config import AttentionSpec, ModelConfig
 from lowtide.errors import InternalError
+from lowtide.kernels.layer_parts import GroupedParts, NormParts
 from lowtide.kernels.operands import HeadNorms
 from lowtide.layers.attention import CachedAttention
 from lowtide.layers.batch import Batch
@@ -38,6 +39,7 @@ class GatedAttention:
         if spec.rope is None:
             raise InternalError("Gated attention has a rotation.")
         self._rope = spec.rope
+        self._is_usual = spec.rope in config.ropes[:1]
         self._eps = config.rms_norm_eps
         self._queries = queries
         self._keys_values = keys_values
@@ -46,9 +48,23 @@ class GatedAttention:
         self._compute = compute
         self._attention = CachedAttention(layer, kv_cache, compute)
 
-    def parts(self, norm: Norm) -> None:
-        """Return None: no kernels of whole layers know the gate."""
-        return None
+    def parts(self, norm: Norm) -> GroupedParts | None:
+        """Return parts for kernels that run whole layers; None for what these lack."""
+        layer, kv_cache, *_ = self._attention
+        arrays = kv_cache.arrays(layer)
+        if arrays is None or not self._is_usual:
+            return None
+        return GroupedParts(
+            norm.parts(),
+            (self._queries.product, *self._keys_values.products),
+            NormParts(self._norms.query, self._eps),
+            NormParts(self._norms.key, self._eps),
+            self._output.product,
+            *arrays,
+            self._spec.num_heads,
+            self._spec.head_dim**-0.5,
+            has_gates=True,
+        )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """Compute `x += attention(norm(x))`, x [rows, hidden] in the compute dtype."""
@@ -65,7 +81,7 @@ class GatedAttention:
         self._attention.store(key, value, batch.segments)
         self._attention.attend(query, batch.segments, attended)
         workspace.give_back(qkv)
-        attended.mul_(gates.sigmoid_())
+        self._compute.kernels.sigmoid_weigh(attended, gates, self._compute.executor.num_cores)
         workspace.give_back(gates)
         update = workspace.take("update", tuple(x.shape), x.dtype)
         self._output.forward(attended.view(num_rows, -1), update)

@@ -56,13 +56,14 @@ class ShortConv:
         """Return parts for kernels that run whole layers; None for what these lack."""
         if self._factor != 1:
             return None
+        (state,) = self._kv_cache.state_offsets(self._layer)
         return ShortConvParts(
             norm.parts(),
             self._inward.product,
             self._kernel,
             self._bias,
             self._outward.product,
-            self._kv_cache.state_offset(self._layer),
+            state,
         )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:

@@ -400,11 +400,11 @@ class KVCache:
             raise InternalError(f"Layer {layer} has no states.")
         return self._states.of(layer, kv_range.states)
 
-    def state_offset(self, layer: int) -> int:
-        """Return the first byte of a layer's states among all of a sequence."""
+    def state_offsets(self, layer: int) -> tuple[int, ...]:
+        """Return the first byte of each of a layer's states among all of a sequence."""
         if self._states is None:
             raise InternalError(f"Layer {layer} has no states.")
-        return self._states.offset(layer)
+        return self._states.offsets(layer)
 
     def claim_states(self, kv_range: KVRange, layers: Collection[int]) -> tuple[int, int]:
         """Return the addresses of a sequence's states before and behind this pass; 0 without any.

@@ -223,9 +223,9 @@ class StateStore:
         found = States(self._of(states.before, layer), self._of(states.after, layer))
         return States(*reversed(found)) if layer in states.crossed else found
 
-    def offset(self, layer: int) -> int:
-        """Return the first byte of a layer's states in a slot."""
-        return self._places[layer][0][2]
+    def offsets(self, layer: int) -> tuple[int, ...]:
+        """Return the first byte of each of a layer's states in a slot."""
+        return tuple(start for _, _, start, _ in self._places[layer])
 
     def claim(self, states: RangeStates | None, layers: Collection[int]) -> tuple[int, int]:
         """Return the addresses of the slots before and behind the pass that has begun.

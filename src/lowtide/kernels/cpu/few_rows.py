@@ -45,6 +45,7 @@ _FUNCTIONS = {
     "silu_times": (None, _INT, _INT, _P, _P, _LONG),
     "weigh_rows": (None, _INT, _P, _P, _LONG, _LONG),
     "silu_weigh": (None, _INT, _INT, _P, _LONG, _P, _LONG, _LONG, _LONG),
+    "sigmoid_weigh": (None, _INT, _INT, _P, _LONG, _P, *5 * (_LONG,)),
     "delta_steps": (None, _INT, _INT, _P, _P),
     "multiply_float32": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
     "choose_experts": (None, _INT, _P, _INT, *4 * (_P,), _LONG),
@@ -261,6 +262,18 @@ class FewRows:
             num_heads * length,
         )
 
+    def sigmoid_weigh(self, x: Tensor, gates: Tensor, num_threads: int = 1) -> None:
+        """Compute `Kernels.sigmoid_weigh` of any number of rows; heads of x are adjacent."""
+        self._functions["sigmoid_weigh"](
+            self.number,
+            num_threads,
+            x.data_ptr(),
+            x.stride(0),
+            gates.data_ptr(),
+            *gates.stride()[:2],
+            *x.shape,
+        )
+
     def delta_steps(
         self,
         rows: DeltaRows,
@@ -270,11 +283,11 @@ class FewRows:
         out: Tensor,
         num_threads: int = 1,
     ) -> None:
-        """Compute `Kernels.delta_step` of each row, one after the other.
+        """Compute `Kernels.delta_steps`.
 
         Elements of rows are adjacent; weights and states are contiguous.
         """
-        spec, (mixed, beta, time) = weights.spec, rows
+        mixed, beta, time = rows
         of_rows = struct("DeltaRows")(
             mixed=mixed.data_ptr(),
             mixed_stride=mixed.stride(0),
@@ -290,12 +303,7 @@ class FewRows:
             out_stride=out.stride(0),
             num_rows=len(mixed),
         )
-        of_weights = struct("DeltaWeights")(
-            spec=_delta_spec(spec),
-            conv=weights.conv.data_ptr(),
-            decay=weights.decay.data_ptr(),
-            time_bias=weights.time_bias.data_ptr(),
-        )
+        of_weights = delta_weights_struct(weights)
         self._functions["delta_steps"](
             self.number, num_threads, ctypes.addressof(of_rows), ctypes.addressof(of_weights)
         )
@@ -326,6 +334,16 @@ class FewRows:
 def is_on_host(x: Tensor) -> bool:
     """Return True if x is bfloat16 in host memory."""
     return x.dtype is torch.bfloat16 and x.is_cpu
+
+
+def delta_weights_struct(weights: DeltaWeights) -> ctypes.Structure:
+    """Convert weights for C++; the tensors have to outlive what is made."""
+    return struct("DeltaWeights")(
+        spec=_delta_spec(weights.spec),
+        conv=weights.conv.data_ptr(),
+        decay=weights.decay.data_ptr(),
+        time_bias=weights.time_bias.data_ptr(),
+    )
 
 
 @functools.cache

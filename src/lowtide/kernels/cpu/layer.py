@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import InternalError
-from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows, choice_struct
+from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows, choice_struct, delta_weights_struct
 from lowtide.kernels.cpu.library import functions_of, struct
 from lowtide.kernels.cpu.weight_calls import MatrixCall
 from lowtide.kernels.layer_parts import (
+    DeltaParts,
     GroupedParts,
     LatentParts,
     LayerParts,
@@ -38,6 +39,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "mix_grouped": (None, _P, _P, _LONG),
     "mix_latent": (None, _P, _P, _LONG),
     "mix_convolution": (None, _P, _P, _LONG),
+    "mix_delta": (None, _P, _P, _LONG),
     "run_to_router": (None, _P, _P, _INT, _P, _P),
     "run_from_experts": (None, _P, _P),
     "run_layers": (_INT, _P, _P, _LONG, _INT, _P),
@@ -175,8 +177,9 @@ class CompiledLayers:
 def takes_layer(parts: LayerParts) -> bool:
     """Return True if the layer's tensors other than matrices are supported.
 
-    All must be bfloat16 in host memory, except a router and norms, which may be float32, and biases
-    that only rank, and sinks, which are; heads must be short enough for attention.
+    All must be in host memory and bfloat16, except a router and norms, which may be float32, and
+    biases that only rank and `wide` tensors of mixers, which are; heads must be short enough for
+    attention.
     """
     router, mixer, numbers = parts.router, parts.mixer, (torch.bfloat16, torch.float32)
     either = [norm.weight for norm in parts.norms]
@@ -186,8 +189,8 @@ def takes_layer(parts: LayerParts) -> bool:
         wide.append(router.bias)
         if router.logit_bias is not None and router.logit_bias.dtype is not router.weight.dtype:
             return False
-    if isinstance(mixer, GroupedParts):
-        wide.append(mixer.sinks)
+    if mixer is not None:
+        wide += mixer.wide
     return (
         (mixer is None or _head_dim(mixer) <= MAX_HEAD_DIM)
         and all(_is_plain(tensor, torch.bfloat16) for tensor in parts.tensors)
@@ -198,10 +201,9 @@ def takes_layer(parts: LayerParts) -> bool:
 
 def _head_dim(mixer: MixerParts) -> int:
     """Return the width of what attention compares, a key's; 0 without attention."""
-    if isinstance(mixer, ShortConvParts):
-        return 0
-    cache = mixer.keys if isinstance(mixer, GroupedParts) else mixer.cache
-    return cache.shape[2]
+    if isinstance(mixer, GroupedParts):
+        return mixer.keys.shape[2]
+    return mixer.cache.shape[2] if isinstance(mixer, LatentParts) else 0
 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -252,6 +254,7 @@ def _grouped(parts: GroupedParts, matrices: Iterator[ctypes.Structure]) -> ctype
         norm=_norm(parts.norm),
         projections=(struct("Matrix") * 3)(*projections),
         num_projections=len(projections),
+        has_gates=parts.has_gates,
         query_norm=_norm(parts.query_norm),
         key_norm=_norm(parts.key_norm),
         output=next(matrices),
@@ -302,11 +305,33 @@ def _convolution(parts: ShortConvParts, matrices: Iterator[ctypes.Structure]) ->
     )
 
 
+def _delta_net(parts: DeltaParts, matrices: Iterator[ctypes.Structure]) -> ctypes.Structure:
+    """Build the struct; matrices: those of `products`, and others behind them."""
+
+    def matrix(product: Product | None) -> ctypes.Structure:
+        return struct("Matrix")() if product is None else next(matrices)
+
+    tail, state = parts.states
+    return struct("DeltaNet")(
+        norm=_norm(parts.norm),
+        mixed=matrix(parts.mixed),
+        gates=matrix(parts.gates),
+        beta=matrix(parts.beta),
+        time=matrix(parts.time),
+        weights=delta_weights_struct(parts.weights),
+        head_norm=_norm(parts.head_norm),
+        outward=matrix(parts.outward),
+        tail=tail,
+        matrices=state,
+    )
+
+
 _MIXERS: Mapping[type, tuple[str, Callable[[Any, Iterator[ctypes.Structure]], ctypes.Structure]]]
 _MIXERS = {
     GroupedParts: ("mix_grouped", _grouped),
     LatentParts: ("mix_latent", _latent),
     ShortConvParts: ("mix_convolution", _convolution),
+    DeltaParts: ("mix_delta", _delta_net),
 }
 """By the kind of a mixer's parts: the function that runs it, and what builds its struct."""
 

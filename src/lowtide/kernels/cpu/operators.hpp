@@ -13,7 +13,7 @@ struct DeltaSpec {
     long key_heads, value_heads, key_width, value_width, kernel;
     int is_tiled;
 
-    long channels() const { return 2 * key_heads * key_width + value_heads * value_width; }
+    constexpr long channels() const { return 2 * key_heads * key_width + value_heads * value_width; }
 };
 
 // conv [channels, kernel], the oldest row first; decay, time_bias [value_heads].
@@ -117,6 +117,11 @@ void lowtide_delta_steps(
 void lowtide_silu_weigh(
     int variant, int num_threads, bf16* x, long x_stride, const bf16* gates, long gates_stride,
     long num_rows, long length
+);
+
+void lowtide_sigmoid_weigh(
+    int variant, int num_threads, bf16* x, long x_stride, const bf16* gates, long gates_row,
+    long gates_head, long num_rows, long num_heads, long length
 );
 
 void lowtide_weigh_rows(int variant, bf16* x, const bf16* gates, long num_rows, long length);

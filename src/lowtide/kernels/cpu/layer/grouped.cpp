@@ -1,4 +1,4 @@
-// Attention of query heads that share key heads, perhaps of a window, perhaps beside sinks.
+// Attention of query heads that share key heads, perhaps of a window, beside sinks or gated.
 
 #include <algorithm>
 
@@ -23,6 +23,20 @@ void store_rows(const Pass& p, const GroupedAttention& a, long width) {
             std::copy_n(value + head * dim, dim, a.values + at);
         }
     }
+}
+
+// Queries, keys and values side by side; gates stay where the queries' product has them.
+void project(const Pass& p, const GroupedAttention& a, long hidden, long width) {
+    bf16* out = p.projected;
+    long i = 0;
+    if (a.has_gates) {
+        const long size = a.num_heads * a.head_dim;
+        multiply(p, p.normed, hidden, a.projections[i++], p.product, 2 * size);
+        gather(p, p.product, a.num_heads, 2 * a.head_dim, 0, a.head_dim, out, width);
+        out += size;
+    }
+    for (; i < a.num_projections; out += a.projections[i++].num_outs)
+        multiply(p, p.normed, hidden, a.projections[i], out, width);
 }
 
 // Queries and keys, in place. width: of a row of all that was projected.
@@ -57,9 +71,7 @@ void lowtide_mix_grouped(const Pass* pass, const void* parts, long hidden) {
     const auto& a = *static_cast<const GroupedAttention*>(parts);
     const long size = a.num_heads * a.head_dim, width = size + 2 * a.num_key_heads * a.head_dim;
     normalise(p, a.norm, p.normed);
-    bf16* out = p.projected;
-    for (long i = 0; i < a.num_projections; out += a.projections[i++].num_outs)
-        multiply(p, p.normed, hidden, a.projections[i], out, width);
+    project(p, a, hidden, width);
     turn(p, a, width);
     store_rows(p, a, width);
     attend(p.variant, p.num_threads, {
@@ -67,6 +79,9 @@ void lowtide_mix_grouped(const Pass* pass, const void* parts, long hidden) {
         p.num_rows, a.num_key_heads, a.num_heads / a.num_key_heads, a.head_dim, a.head_dim, a.scale,
         a.sinks,
     });
+    if (a.has_gates)
+        lowtide_sigmoid_weigh(p.variant, p.num_threads, p.attended, size, p.product + a.head_dim,
+                              2 * size, 2 * a.head_dim, p.num_rows, a.num_heads, a.head_dim);
     multiply(p, p.attended, size, a.output, p.update, hidden);
     add(p, p.update, hidden);
 }

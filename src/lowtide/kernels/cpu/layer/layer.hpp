@@ -80,6 +80,7 @@ struct Pass {
     long num_sequences;
     bf16 *normed, *projected, *attended, *update;
     bf16 *query_latent, *latent, *latent_query, *value;
+    bf16 *product, *gates, *strengths;
     bf16* mlp_input;
     float* router_input;
     void* logits;

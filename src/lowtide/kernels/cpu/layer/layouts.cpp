@@ -35,6 +35,7 @@ NAMED(double, "double");
 NAMED(Choice, "Choice");
 NAMED(ExpertPlaces, "ExpertPlaces");
 NAMED(DeltaSpec, "DeltaSpec");
+NAMED(DeltaWeights, "DeltaWeights");
 NAMED(Matrix, "Matrix");
 NAMED(Norm, "Norm");
 NAMED(Experts, "Experts");
@@ -70,7 +71,8 @@ constexpr Field FIELDS[] = {
     FIELD(Norm, weight), FIELD(Norm, is_float32), FIELD(Norm, length), FIELD(Norm, eps),
     FIELD(Angles, cos), FIELD(Angles, sin), FIELD(Angles, half), FIELD(Angles, is_float32),
     FIELD(GroupedAttention, norm), FIELD(GroupedAttention, projections),
-    FIELD(GroupedAttention, num_projections), FIELD(GroupedAttention, query_norm),
+    FIELD(GroupedAttention, num_projections), FIELD(GroupedAttention, has_gates),
+    FIELD(GroupedAttention, query_norm),
     FIELD(GroupedAttention, key_norm), FIELD(GroupedAttention, output),
     FIELD(GroupedAttention, keys), FIELD(GroupedAttention, values),
     FIELD(GroupedAttention, head_stride), FIELD(GroupedAttention, num_heads),
@@ -98,6 +100,9 @@ constexpr Field FIELDS[] = {
     FIELD(ShortConvolution, kernel), FIELD(ShortConvolution, bias),
     FIELD(ShortConvolution, num_taps), FIELD(ShortConvolution, outward),
     FIELD(ShortConvolution, state),
+    FIELD(DeltaNet, norm), FIELD(DeltaNet, mixed), FIELD(DeltaNet, gates), FIELD(DeltaNet, beta),
+    FIELD(DeltaNet, time), FIELD(DeltaNet, weights), FIELD(DeltaNet, head_norm),
+    FIELD(DeltaNet, outward), FIELD(DeltaNet, tail), FIELD(DeltaNet, matrices),
     FIELD(Experts, router), FIELD(Experts, is_float32), FIELD(Experts, logit_bias),
     FIELD(Experts, bias), FIELD(Experts, choice), FIELD(Experts, run), FIELD(Experts, mlps),
     FIELD(Experts, variant), FIELD(Experts, types), FIELD(Experts, places), FIELD(Experts, width),
@@ -108,7 +113,8 @@ constexpr Field FIELDS[] = {
     FIELD(Pass, angles), FIELD(Pass, tokens), FIELD(Pass, sequences),
     FIELD(Pass, num_sequences), FIELD(Pass, normed), FIELD(Pass, projected),
     FIELD(Pass, attended), FIELD(Pass, update), FIELD(Pass, query_latent), FIELD(Pass, latent),
-    FIELD(Pass, latent_query), FIELD(Pass, value), FIELD(Pass, mlp_input),
+    FIELD(Pass, latent_query), FIELD(Pass, value), FIELD(Pass, product), FIELD(Pass, gates),
+    FIELD(Pass, strengths), FIELD(Pass, mlp_input),
     FIELD(Pass, router_input), FIELD(Pass, logits), FIELD(Pass, parts), FIELD(Pass, gate),
     FIELD(Pass, up), FIELD(Pass, routed), FIELD(Pass, shared_gate), FIELD(Pass, shared_up),
     FIELD(Pass, shared), FIELD(Pass, share),

@@ -7,11 +7,12 @@
 namespace lowtide {
 
 // Attention of query heads that share key heads. Projections give queries, keys and values side by
-// side, in one product or in three.
+// side, in one product or in three. With gates the first of three gives a head's query, then its
+// gate, whose sigmoid weighs what the head attended to.
 struct GroupedAttention {
     Norm norm;
     Matrix projections[3];
-    long num_projections;
+    long num_projections, has_gates;
     Norm query_norm, key_norm;  // of a head, or of all heads together
     Matrix output;
     bf16 *keys, *values;  // the layer's cache: of key head h at h * head_stride elements
@@ -51,6 +52,20 @@ struct ShortConvolution {
     long state;  // where in a sequence's states the layer's begins, in bytes: [num_taps - 1, hidden]
 };
 
+// A gated delta-net (delta.cpp), with an RMS norm of each value head behind it, weighed by silu of
+// its gates. Where one product makes two things, it does so key head by key head.
+struct DeltaNet {
+    Norm norm;
+    Matrix mixed;  // queries, keys and values, of all heads each
+    Matrix gates;  // num_outs 0: mixed gives [query | key | values | gates]
+    Matrix beta;
+    Matrix time;  // num_outs 0: beta gives [betas | times]
+    DeltaWeights weights;
+    Norm head_norm;
+    Matrix outward;
+    long tail, matrices;  // where in a sequence's states the layer's begin, in bytes
+};
+
 }  // namespace lowtide
 
 extern "C" {
@@ -58,5 +73,6 @@ extern "C" {
 lowtide::MixFunction lowtide_mix_grouped;
 lowtide::MixFunction lowtide_mix_latent;
 lowtide::MixFunction lowtide_mix_convolution;
+lowtide::MixFunction lowtide_mix_delta;
 
 }

@@ -54,6 +54,15 @@ INLINED void turn(bf16& first, bf16& second, float cos, float sin) {
     second = round_bf16(b * cos + a * sin);
 }
 
+// With torch's bits, once it is rounded, for every number in bfloat16.
+INLINED float sigmoid(float x) {
+    constexpr float AT_THE_BORDER = 2.723088e38f;  // e^88.5
+    // Beyond `exponential`'s range only -88.5 has a quotient other than 0.
+    float e = exponential(-x);
+    if (x < -88.0f) e = x == -88.5f ? AT_THE_BORDER : INFINITY;
+    return 1.0f / (1.0f + e);
+}
+
 // run(first, number of rows), for pieces of all rows: some threads' where there is work for them.
 template <class Run>
 void by_rows(int num_threads, long num_rows, long row_bytes, const Run& run) {
@@ -182,6 +191,25 @@ void lowtide_silu_weigh(
                     to[i] = round_bf16(widen(to[i]) * (gate / (1.0f + exponential(-gate))));
                 }
             }
+        });
+    });
+}
+
+// x = x * sigmoid(gates), in place, rounded after each of the two: [num_rows, num_heads, length]. A
+// row's strides are given, and those of a head of the gates; the heads of x are adjacent.
+void lowtide_sigmoid_weigh(
+    int variant, int num_threads, bf16* x, long x_stride, const bf16* gates, long gates_row,
+    long gates_head, long num_rows, long num_heads, long length
+) {
+    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long first, long number) {
+        vectorised(variant, [=]() INLINED_LAMBDA {
+            for (long row = first; row < first + number; ++row)
+                for (long head = 0; head < num_heads; ++head) {
+                    bf16* const to = x + row * x_stride + head * length;
+                    const bf16* const from = gates + row * gates_row + head * gates_head;
+                    for (long i = 0; i < length; ++i)
+                        to[i] = round_bf16(widen(to[i]) * rounded(sigmoid(widen(from[i]))));
+                }
         });
     });
 }

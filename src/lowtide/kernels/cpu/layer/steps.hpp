@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "layer/layer.hpp"
 
 namespace lowtide {
@@ -39,6 +41,15 @@ inline void normalise(const Pass& p, const Norm& norm, const bf16* x, long x_str
 // x, of all rows, before a layer's part.
 inline void normalise(const Pass& p, const Norm& norm, bf16* out) {
     normalise(p, norm, p.x, norm.length, out, norm.length, 1);
+}
+
+// `width` numbers of each head from `first` on, of rows whose heads have `length` side by side.
+inline void gather(const Pass& p, const bf16* x, long num_heads, long length, long first, long width,
+                   bf16* out, long stride) {
+    for (long row = 0; row < p.num_rows; ++row)
+        for (long head = 0; head < num_heads; ++head)
+            std::copy_n(x + (row * num_heads + head) * length + first, width,
+                        out + row * stride + head * width);
 }
 
 // x += update
