@@ -1,4 +1,4 @@
-"""The transcripts of docs/serve.md: what is asked there is answered in the form that is shown."""
+"""docs/serve.md: its transcripts are answered in the form shown, its fields are the server's."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import pytest
 from serving import serving
 
 from lowtide import AsyncLLM
+from lowtide.serve.openai_chat import ChatBody
+from lowtide.serve.openai_completions import CompletionBody
 
 PAGE = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
 TRANSCRIPTS = re.findall(r"```console\n\$ (curl .*?[^\\])\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -65,3 +67,15 @@ def test_every_api_has_a_transcript() -> None:
     shown = [command for command, _ in TRANSCRIPTS]
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"):
         assert any(f"{path} " in command for command in shown)
+
+
+def test_fields_of_a_request_are_those_of_the_table() -> None:
+    rows = re.findall(
+        r"^\| (both|`/v1/\S*completions`)(?:, without effect)? \| (.*) \|$", PAGE, re.M
+    )
+    told: dict[str, set[str]] = {"both": set()}
+    for path, fields in rows:
+        names = re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", fields))
+        told[path] = told.get(path, set()) | set(names)
+    for path, body in (("chat/completions", ChatBody), ("completions", CompletionBody)):
+        assert set(body.model_fields) == told["both"] | told[f"`/v1/{path}`"]

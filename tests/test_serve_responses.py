@@ -333,6 +333,14 @@ def test_a_custom_tool_is_held_to_its_grammar() -> None:
     assert all("of this grammar" in tool.description for tool in shown)
 
 
+def test_fields_of_chat_completions_are_named_where_they_have_no_effect() -> None:
+    others = {"return_token_ids": True, "stream_options": {"include_obfuscation": False}}
+    with listening(ScriptedService([done()])) as url:
+        answer = post(url, {"model": "org/tiny", "input": "x", **others})
+    assert answer.status_code == 200
+    assert answer.headers["x-lowtide-ignored"] == ", ".join(others)
+
+
 def test_a_header_can_carry_any_name_of_a_field() -> None:
     with listening(ScriptedService([done()])) as url:
         names = {"a\r\nset-cookie: x": 1, "ü" * 500: 1, **{f"field_{i}": 1 for i in range(100)}}

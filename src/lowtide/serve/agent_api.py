@@ -37,8 +37,7 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
 """Other servers' fields that would change words, with the values that change nothing."""
 
 _UNUSED = {name for name, field in SamplingFields.model_fields.items() if field.annotation is Any}
-_UNUSED |= {"return_progress", "return_token_ids", "stream_options"}
-"""Fields of `SamplingFields` that do not affect the tokens of an agent's answer."""
+"""Fields that are accepted and ignored."""
 
 _EFFORTS = {
     "minimal": "low",

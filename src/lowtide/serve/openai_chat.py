@@ -45,7 +45,7 @@ from lowtide.serve.openai_fields import (
     MAX_INTEGER,
     MAX_MESSAGES,
     MAX_TOOLS,
-    SamplingFields,
+    OpenAIFields,
 )
 from lowtide.serve.openai_reply import OpenAIReply, several, token_text
 from lowtide.serve.reply import JsonObject
@@ -293,8 +293,8 @@ class StructuredOutputs(BaseModel):
         return asked[0]
 
 
-class ChatBody(SamplingFields):
-    """A request; `SamplingFields` has the fields shared with completions."""
+class ChatBody(OpenAIFields):
+    """A request; `OpenAIFields` has the fields shared with completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)

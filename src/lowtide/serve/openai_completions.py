@@ -22,7 +22,7 @@ from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS
 from lowtide.parsing.pieces import Done, Logprobs, Piece, Text, joined
 from lowtide.serve.json_body import JsonRoute
-from lowtide.serve.openai_fields import SamplingFields
+from lowtide.serve.openai_fields import OpenAIFields
 from lowtide.serve.openai_reply import OpenAIReply, several, token_text
 from lowtide.serve.reply import JsonObject
 from lowtide.serve.service import Ask, Service
@@ -43,7 +43,7 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fa
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(OpenAIFields):
     prompt: str | Texts | Ids | ManyIds
     echo: bool | None = None
     add_special_tokens: bool = True

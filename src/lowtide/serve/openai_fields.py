@@ -107,15 +107,10 @@ class DiffusionFields(BaseModel):
 
 
 class SamplingFields(DrawFields):
-    """Fields of OpenAI's older APIs, and of the APIs that extend them."""
-
-    model_config = ConfigDict(extra="forbid")
+    """Fields of an answer in OpenAI's and Anthropic's APIs."""
 
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
-    stream_options: StreamOptions = StreamOptions()
-    return_progress: bool = False
-    return_token_ids: bool = False
     max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     ignore_eos: bool = False
@@ -153,6 +148,16 @@ class SamplingFields(DrawFields):
             logprobs=logprobs,
             diffusion=DiffusionParams(**dict(self.diffusion)),
         )
+
+
+class OpenAIFields(SamplingFields):
+    """Fields that chat completions and completions share with no other API."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stream_options: StreamOptions = StreamOptions()
+    return_progress: bool = False
+    return_token_ids: bool = False
 
 
 def check_num_fields(fields: dict[str, Any]) -> None:

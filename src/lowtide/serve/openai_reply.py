@@ -14,12 +14,12 @@ from lowtide.decode.intake import sample_seed
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing.pieces import Done, Frame, Piece, Prefilled
 from lowtide.serve.errors import Refusal, body_of
-from lowtide.serve.openai_fields import SamplingFields, new_id
+from lowtide.serve.openai_fields import OpenAIFields, new_id
 from lowtide.serve.reply import JsonObject, Reply, answered
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.sse import event
 
-Body = TypeVar("Body", bound=SamplingFields)
+Body = TypeVar("Body", bound=OpenAIFields)
 
 
 class OpenAIReply(Reply, Generic[Body]):
