@@ -105,6 +105,31 @@ def test_recomputing_and_smaller_passes_give_the_same(batch, max_rows) -> None:
             assert other.of(request.id) == reference.of(request.id)
 
 
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), max_size=9),
+    length=st.sampled_from([1, 2, 4]),
+    edit_threshold=st.sampled_from([0.0, 0.3, 0.6]),
+    max_post_steps=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+def test_a_block_that_its_last_pass_edited_is_cached_as_it_stays(
+    prompt: list[int], length: int, edit_threshold: float, max_post_steps: int, seed: int
+) -> None:
+    """Later blocks see its final tokens, not those that the last pass over it had."""
+    request = make_request(
+        prompt=prompt,
+        block_length=length,
+        threshold=0.0,
+        edit_threshold=edit_threshold,
+        max_post_steps=max_post_steps,
+        max_tokens=5 * length,
+        temperature=2.0,
+        seed=seed,
+        ignore_eos=True,
+    )
+    assert Run([request]).of(0) == Run([request], use_kv_cache=False).of(0)
+
+
 @given(batches)
 def test_a_pass_that_is_said_to_be_the_last_is(batch) -> None:
     """It is always known where no token is written before its turn and none is rewritten."""
