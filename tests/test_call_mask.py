@@ -18,12 +18,14 @@ from test_serve_grammar import COLOUR, STOP, TOOLS, grammars_of, nested_schema, 
 from whole import decoded
 
 from lowtide.decode.request import Finished, Request
+from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
 from lowtide.parsing import parser_of
 from lowtide.parsing.call_forms import call_form_of
 from lowtide.parsing.pieces import CallArguments, CallBegun
 from lowtide.parsing.tools import Tool
 from lowtide.serve.call_mask import CallMask
+from lowtide.serve.grammar_mask import GrammarMask
 
 SAID = "Let me paint, <tool or [TOOL.\n"
 
@@ -197,10 +199,60 @@ def _fields(request: Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in ("prompt", "params", "eos_token_ids")}
 
 
-def test_a_strict_tool_beside_one_that_cannot_be_compiled() -> None:
-    unguided: list[str] = []
-    tools = (replace(COLOUR, strict=True), Tool("f", "", {"properties": {"a": {"pattern": "(("}}}))
-    made = grammars_of(QWEN.tokenizer).applied(
-        request_of(QWEN.tokenizer), None, tools, on_unguided=unguided.append
+IMPOSSIBLE = {
+    "deep": nested_schema(70),
+    "chain": {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(999)},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_strict_tool_beside_one_that_cannot_be_compiled(form: CallFormat, kind: str) -> None:
+    """Only that one goes without its schema, and is named; the others' hold."""
+    tools = [replace(COLOUR, strict=True), replace(COLOUR, name="mix"), STOP]
+    tools.insert(len(form.name) % 4, Tool("odd", "", IMPOSSIBLE[kind]))
+    right, wrong = {"colour": "red", "n": 2}, {"colour": "blue", "n": 2}
+    said = (
+        SAID if form is not GPT_OSS else "<|channel|>analysis<|message|>x<|end|><|start|>assistant"
     )
-    assert made.mask is not None and not made.mask.is_free and unguided
+    for name, arguments, is_right in (
+        ("paint", right, True),
+        ("paint", wrong, False),
+        ("mix", right, True),
+        ("mix", wrong, False),
+        ("odd", wrong, True),
+    ):
+        unguided: list[str] = []
+        made = grammars_of(form.tokenizer).applied(
+            request_of(form.tokenizer, form.prompt), None, tools, on_unguided=unguided.append
+        )
+        assert isinstance(made.mask, GrammarMask)
+        text = said + form.text((name, arguments))
+        assert fits(made.mask, form.tokenizer.encode(text)) == is_right
+        [told] = unguided
+        assert told.startswith("Not held to their schemas: 'odd'. The schema of 'odd'")
+
+
+def fits(mask: GrammarMask, ids: Sequence[int]) -> bool:
+    for token in ids:
+        if not mask.allowed()[token]:
+            return False
+        mask.take(token)
+    return True
+
+
+def test_of_several_tools_that_cannot_be_compiled_a_strict_one_is_refused_by_name() -> None:
+    tools = [replace(COLOUR, name=f"tool_{i}") for i in range(6)]
+    for place in (1, 4):
+        tools[place] = replace(tools[place], parameters=IMPOSSIBLE["chain"])
+    asked = (request_of(QWEN.tokenizer), None)
+    strict = replace(tools[1], strict=True)
+    with pytest.raises(UsageError, match="'tool_1'"):
+        grammars_of(QWEN.tokenizer).applied(*asked, [tools[0], strict, *tools[2:]])
+    unguided: list[str] = []
+    tools[5] = replace(tools[5], strict=True)
+    grammars_of(QWEN.tokenizer).applied(*asked, tools, on_unguided=unguided.append)
+    assert unguided[0].startswith("Not held to their schemas: 'tool_1', 'tool_4'. ")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -107,16 +107,51 @@ class Grammars:
         if request.params.ignore_eos:
             raise UsageError("ignore_eos goes on behind an answer's form: leave one of them out.")
         wanted = AnswerForm(constraint, chosen, not is_free, not parallel_calls)
-        lenient = [_as_enforced(tool, is_free) for tool in chosen]
-        if lenient == chosen:
-            return self._masked(request, tokenizer, wanted, is_gone)
+        optional = [tool for tool in chosen if is_free and not (tool.strict or tool.grammar)]
         try:
             return self._masked(request, tokenizer, wanted, is_gone)
         except (LowtideError, Refusal) as error:
+            if not optional:
+                raise
             reason = str(error)
-        masked = self._masked(request, tokenizer, wanted._replace(tools=lenient), is_gone)
-        on_unguided(reason)
+        refused = self._refused(tokenizer, wanted._replace(tools=optional), is_gone)
+        if 0 < len(refused) < len(optional):
+            with suppress(LowtideError, Refusal):
+                masked = self._masked(request, tokenizer, _eased(wanted, refused), is_gone)
+                on_unguided(_told(refused, "; ".join(dict.fromkeys(refused.values()))))
+                return masked
+        names = [tool.name for tool in optional]
+        masked = self._masked(request, tokenizer, _eased(wanted, names), is_gone)
+        on_unguided(_told(names, reason))
         return masked
+
+    def _refused(
+        self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
+    ) -> dict[str, str]:
+        """Return the tools whose schemas are refused on their own, and why, found by bisection.
+
+        If the time is over, all tools that were not tried yet are among them.
+        """
+        end_s, found, parts = time.monotonic() + _BLAME_S, dict[str, str](), [wanted.tools]
+        while parts:
+            part = parts.pop()
+            is_late = time.monotonic() > end_s
+            reason = "There was no time to try them"
+            if not is_late:
+                try:
+                    _check_depths(part)
+                    self._compiled_openings(tokenizer, wanted._replace(tools=part), is_gone)
+                    continue
+                except UsageError as error:
+                    reason = str(error)
+                except Refusal as error:  # of the queue: others would wait as long
+                    is_late, reason = True, str(error)
+            if is_late or len(part) == 1:
+                found.update((tool.name, reason) for tool in part)
+            else:
+                half = len(part) // 2
+                parts += [part[half:], part[:half]]
+        return found
 
     def _masked(
         self,
@@ -125,8 +160,7 @@ class Grammars:
         wanted: AnswerForm,
         is_gone: threading.Event | None,
     ) -> Request:
-        for tool in wanted.tools:
-            check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
+        _check_depths(wanted.tools)
         with self._named(tokenizer, wanted, is_gone):
             text = grammar_text(tokenizer, request.prompt, wanted)
             made = self._compiled(text, wanted, is_gone)
@@ -142,8 +176,7 @@ class Grammars:
         is_gone: threading.Event | None,
     ) -> CallMask:
         """Make the mask of optional calls. Raise UsageError or Refusal if it cannot be compiled."""
-        for tool in tools:
-            check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
+        _check_depths(tools)
         wanted = AnswerForm(None, tools, False, not parallel_calls)
         with self._named(tokenizer, wanted, is_gone):
             compiled = self._compiled_openings(tokenizer, wanted, is_gone)
@@ -262,11 +295,24 @@ def check_kept(request: Request) -> None:
         raise UsageError(f"The answer's form could not be kept to: {request.mask.failure}.")
 
 
-def _as_enforced(tool: Tool, is_free: bool) -> Tool:
-    """Accept any object as arguments of an optional, non-strict tool."""
-    if not is_free or tool.strict or tool.grammar:
-        return tool
-    return replace(tool, parameters={"type": "object"})
+def _eased(wanted: AnswerForm, names: Collection[str]) -> AnswerForm:
+    """Accept any object as the arguments of some tools that need not fit their schemas."""
+    tools = [
+        replace(tool, parameters={"type": "object"})
+        if tool.name in names and not (tool.strict or tool.grammar)
+        else tool
+        for tool in wanted.tools
+    ]
+    return wanted._replace(tools=tools)
+
+
+def _told(names: Iterable[str], reason: str) -> str:
+    return f"Not held to their schemas: {', '.join(f'{name!r:.80}' for name in names)}. {reason}"
+
+
+def _check_depths(tools: Iterable[Tool]) -> None:
+    for tool in tools:
+        check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
 
 
 def _check_chains(wanted: AnswerForm) -> None:
