@@ -1,5 +1,5 @@
-// A type of ggml's blocks for the table of packed.hpp: to bfloat16 by the variant's instructions, and
-// products without writing that.
+// Functions of one ggml block type for the table in packed.hpp: unpacking to bfloat16 with a
+// variant's instructions, and products that never write the unpacked weights to memory.
 
 #pragma once
 
@@ -24,14 +24,14 @@ void unpack_rows(int variant, const PackedRows& rows, bf16* out, long out_stride
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// `rows` rows of x. Dots::of makes their sums with `OUTS` rows of weights.
+// Multiplies `rows` rows of x. Dots::of computes their sums with `OUTS` rows of weights.
 template <class Dots, int rows>
 void multiply_rows(const Product<bf16>& p, const PackedRows& packed) {
     constexpr long OUTS = vectors::OUTS;
     Ahead ahead(packed.stored, p.num_outs * packed.row_bytes, p.next);
     for (long first = 0; first < p.num_outs; first += OUTS) {
         const u8* weights[OUTS];
-        for (long o = 0; o < OUTS; ++o)  // at the end the last one again
+        for (long o = 0; o < OUTS; ++o)  // beyond the last row: the last row again
             weights[o] = packed.stored + std::min(first + o, p.num_outs - 1) * packed.row_bytes;
         float sums[rows][OUTS];
         Dots::template of<rows>(p.x, p.x_stride, weights, packed.num_blocks, ahead, sums);
@@ -43,7 +43,7 @@ void multiply_rows(const Product<bf16>& p, const PackedRows& packed) {
     }
 }
 
-// Up to four rows of x; false: there are more.
+// Multiplies up to four rows of x. Returns false, and does nothing, if there are more.
 template <class Dots>
 bool multiply_few_rows(const Product<bf16>& p, const PackedRows& packed) {
     if (p.num_rows == 1) return multiply_rows<Dots, 1>(p, packed), true;
@@ -65,7 +65,7 @@ bool multiply_by_type(int variant, const Product<bf16>& p, const PackedRows& pac
     return false;
 }
 
-// As `MultiplyDirectly`; a type may have its own (mxfp4_products.hpp).
+// A `MultiplyDirectly`; a type may specialise it (mxfp4_products.hpp).
 template <class Type>
 bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& packed) {
     return multiply_by_type<Type>(variant, p, packed);

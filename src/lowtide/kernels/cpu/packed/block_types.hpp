@@ -21,7 +21,7 @@ enum BlockNumber { BLOCK_TYPES(NUMBER_OF) NUM_BLOCK_TYPES };
 
 struct BlockShape {
     const char* name;
-    long size, num_bytes;  // weights, and what they are stored in
+    long size, num_bytes;  // weights of a block, and their stored bytes
 };
 
 #define SHAPE_OF(name, size, num_bytes) {#name, size, num_bytes},

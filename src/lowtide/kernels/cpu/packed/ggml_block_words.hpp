@@ -1,4 +1,4 @@
-// Fields at the same offset in several blocks of ggml's types, above all scales, in one vector.
+// Gathers a field, above all the scale, that several ggml blocks have at the same offset.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 namespace lowtide {
 namespace ggml {
 
-// The word that each of eight blocks has at `offset`, or with its byte there: it is looked for in
-// registers of double words, two at a time, in lanes of the upper half as in those of the lower.
+// Tables for gathering the 16-bit word of each of eight blocks that contains the byte at `offset`.
+// Double words are looked up in two registers at a time; both halves of the result are the same.
 template <class Type, int offset>
 struct alignas(64) WordsKept {
     static constexpr int BYTES = static_cast<int>(Type::BYTES), NUM_BYTES = 8 * BYTES;
@@ -21,7 +21,7 @@ struct alignas(64) WordsKept {
 
     std::int32_t places[2][16];
     std::uint16_t words[32];
-    std::uint16_t of_second;  // a bit for each lane that the second pair has
+    std::uint16_t of_second;  // a bit for each lane whose word is in the second pair
 
     static constexpr int start(int number) {
         return 64 * number + 64 <= NUM_BYTES ? 64 * number : NUM_BYTES - 64;
@@ -56,7 +56,7 @@ AVX512 INLINED __m512i double_words_of_half(const u8* b) {
     else return _mm512_mask_mov_epi32(found, KEPT.of_second, double_words_of_pair<Words, 1>(b));
 }
 
-// What each of eight blocks has at `offset`, twice.
+// Returns the words at `offset` of eight blocks, twice.
 template <class Type, int offset>
 AVX512 INLINED __m256i words_of_eight(const u8* b) {
     using Words = WordsKept<Type, offset>;

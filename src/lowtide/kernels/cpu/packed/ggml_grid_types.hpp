@@ -1,8 +1,8 @@
-// ggml's types with two or three bits for the sizes of weights, which are points of a grid, eight
-// weights or four to a point, and a bit for each sign. Beside what all types have (ggml_types.hpp):
+// ggml's types IQ2 and IQ3: the sizes of eight or four weights are one point of a grid, and each
+// sign is a bit. Beside the members of all types (ggml_types.hpp) each has:
 //
 //     eight(b, i)  the sizes of weights 8 i to 8 i + 7, a byte each, none of them 0
-//     signs(b, g)  of weights 32 g to 32 g + 31, a bit each, set where a weight is negative
+//     signs(b, g)  the signs of weights 32 g to 32 g + 31, a bit each, set for a negative weight
 
 #pragma once
 
@@ -22,7 +22,7 @@ constexpr unsigned from_hexadecimal(char digit) {
     return static_cast<unsigned>(digit <= '9' ? digit - '0' : digit - 'a' + 10);
 }
 
-// Points as numbers whose bytes are the sizes, the first the lowest.
+// The grid's points as integers whose bytes are the sizes, the first in the lowest byte.
 template <class Point, int count>
 struct Grid {
     Point points[count];
@@ -50,10 +50,10 @@ inline constexpr Grid<std::uint64_t, 1024> IQ2_S_GRID(IQ2_S_POINTS, IQ2_SIZES);
 inline constexpr Grid<std::uint32_t, 256> IQ3_XXS_GRID(IQ3_XXS_POINTS, IQ3_XXS_SIZES);
 inline constexpr Grid<std::uint32_t, 512> IQ3_S_GRID(IQ3_S_POINTS, IQ3_S_SIZES);
 
-// Eight sizes as bytes with a sign: minus where a bit is set.
+// Applies signs to eight sizes: a byte is negated where its bit is set.
 INLINED std::uint64_t with_signs(std::uint64_t sizes, std::uint64_t bits) {
     constexpr std::uint64_t EVERY = 0x0101010101010101;
-    const std::uint64_t own = bits * EVERY & 0x8040201008040201;  // in each byte its bit alone
+    const std::uint64_t own = bits * EVERY & 0x8040201008040201;  // each byte's own bit
     const std::uint64_t minus = (own + 0x7f * EVERY) >> 7 & EVERY;
     return (sizes ^ minus * 0xff) + minus;  // no byte overflows: no size is 0
 }
@@ -77,15 +77,15 @@ struct GridType {
 template <class Type>
 constexpr bool HAS_GRID = std::is_base_of_v<GridType<Type>, Type>;
 
-// Signs of 32 weights, of which the seven first of each eight are in a byte: the last makes an even
-// number of the eight negative.
+// Returns the signs of 32 weights from seven stored bits for each eight. The eighth is such that an
+// even number of the eight are negative.
 INLINED std::uint32_t even_signs(std::uint32_t sevens) {
     std::uint32_t sum = sevens ^ sevens >> 4;
     sum ^= sum >> 2, sum ^= sum >> 1;
     return sevens | (sum & 0x01010101) << 7;
 }
 
-// The same, of the lowest 28 bits of a word.
+// Returns the signs of 32 weights from the lowest 28 bits of a word, seven for each eight.
 INLINED std::uint32_t even_signs_at(const u8* b) {
     const auto bits = number_at<std::uint32_t>(b);
     return even_signs((bits & 0x7f) | (bits & 0x3f80) << 1 | (bits & 0x1fc000) << 2 |
@@ -96,7 +96,7 @@ INLINED float grid_scale(float d, int number, float factor) {
     return d * (0.5f + static_cast<float>(number)) * factor;
 }
 
-// Scales of `count` groups, four bits each.
+// Unpacks the scales of `count` groups, four bits each.
 template <int count>
 INLINED void scales_of_four_bits(float d, const u8* s, float factor, float* scales) {
     for (int g = 0; g < count; ++g)
@@ -125,7 +125,7 @@ struct Iq2Xs : GridType<Iq2Xs> {
         return IQ2_XS_GRID.points[number_at<std::uint16_t>(b + 2 + 2 * i) & 511];
     }
 
-    // The upper seven bits of four words.
+    // The upper seven bits of each of four words.
     static INLINED std::uint32_t signs(const u8* b, int g) {
         auto four = number_at<std::uint64_t>(b + 2 + 8 * g) >> 9 & 0x007f007f007f007f;
         four = (four | four >> 8) & 0x0000ffff0000ffff;
@@ -192,7 +192,7 @@ struct Iq3S : GridType<Iq3S> {
 
 #if defined(__x86_64__)
 
-// A byte for each of 32 bits, all ones where it is set.
+// Expands 32 bits to bytes, all ones for a set bit.
 AVX2 INLINED __m256i bytes_of_bits(std::uint32_t bits) {
     const __m256i places = _mm256_setr_epi64x(
         0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
@@ -202,7 +202,7 @@ AVX2 INLINED __m256i bytes_of_bits(std::uint32_t bits) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(own, each), each);
 }
 
-// The numbers of weights 32 g to 32 g + 31.
+// Returns weights 32 g to 32 g + 31 of a block as signed integers.
 template <class Type>
 AVX2 INLINED __m256i thirty_two_numbers(const u8* b, int g) {
     const auto eight = [=](int i) INLINED_LAMBDA {

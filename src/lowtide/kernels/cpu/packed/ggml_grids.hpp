@@ -1,7 +1,7 @@
-// The points of the grids that ggml's types IQ2 and IQ3 have; formats/ggml/grid_types.py reads them
-// from this file. Four hexadecimal digits are a point, as a number: in IQ2 its lowest two bits say
-// which of three sizes the first of eight weights has, in IQ3 its lowest four bits which of eight
-// sizes the first of four weights has.
+// The grids of ggml's types IQ2 and IQ3; formats/ggml/grid_types.py reads them from this file. Each
+// point is a number of four hexadecimal digits. In IQ2 every two bits, lowest first, are the index of
+// one of three sizes for the next of eight weights; in IQ3 every four bits are the index of one of
+// eight sizes for the next of four weights.
 
 #pragma once
 

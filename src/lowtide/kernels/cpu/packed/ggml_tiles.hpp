@@ -1,11 +1,10 @@
-// Products by AMX with the blocks of `ggml_vectors.hpp`: tiles that are unpacked one chunk ahead,
-// which is 256 weights of each of 16 rows.
+// Products by AMX with ggml's blocks. Weights are unpacked one chunk ahead; a chunk is 256 weights
+// of each of 16 rows.
 //
-// A product of tiles takes longer to answer than to begin, and a tile that is loaded before what was
-// written last has reached the cache waits for it. So with every tile of a chunk that is multiplied
-// with, some rows of the next chunk are unpacked, to tiles whose rows lie one after the other, by
-// code that is inlined: with both, products and their loads are nearly hidden behind unpacking
-// (docs/log).
+// A tile product has a latency far above its throughput, and loading a tile whose bytes have just
+// been written waits until they reach the cache. So while a tile of one chunk is multiplied, some
+// rows of the next chunk are unpacked by inlined code, into tiles whose rows are contiguous.
+// Products and their loads are then nearly hidden behind unpacking (docs/log).
 
 #pragma once
 
@@ -17,7 +16,7 @@
 namespace lowtide {
 namespace ggml {
 
-// For `Amx::run`.
+// The weights of `Amx::run`.
 template <class Type>
 class PackedTiles {
    public:
@@ -38,14 +37,14 @@ class PackedTiles {
 
    private:
     static constexpr long TILE_ROWS = 16, CHUNK = 256, MOST_BLOCKS = CHUNK / Type::SIZE;
-    static constexpr long NUM_TILES = CHUNK / LANES;  // 8 KiB: two chunks are in the first cache
+    static constexpr long NUM_TILES = CHUNK / LANES;  // 8 KiB: two chunks fit in the first cache
     static constexpr long USUAL_ROWS = TILE_ROWS / NUM_TILES;
 
     struct Place {
         long first, block;
     };
 
-    // 32 weights of one row, then those of the next tile.
+    // Stores a row's weights, 32 to each tile.
     struct Store {
         bf16* row;
 
@@ -54,7 +53,7 @@ class PackedTiles {
         }
     };
 
-    // The chunk at `place` is read from now on, and the one after it unpacked.
+    // Makes the chunk at `place` the one that is read, and begins to unpack the chunk after it.
     AMX INLINED void enter(const Place& place) {
         current_ = 1 - current_;
         const long num_left = packed_.num_blocks - place.block;
@@ -73,7 +72,7 @@ class PackedTiles {
         num_blocks_ = std::min(MOST_BLOCKS, packed_.num_blocks - place.block);
     }
 
-    // The next rows of a whole chunk, when one of as many tiles is multiplied with.
+    // Unpacks the next rows of a whole chunk while a whole chunk is multiplied.
     AMX INLINED void unpack_usual() {
         const u8* const from = from_;
         bf16* const to = to_;
@@ -84,7 +83,7 @@ class PackedTiles {
         unpacked(USUAL_ROWS);
     }
 
-    // The next so many rows of what was begun, as far as it has any.
+    // Unpacks up to `count` more rows of the begun chunk.
     AVX512_BF16 NOT_INLINED void unpack(long count) {
         for (; count > 0 && row_ < num_rows_; --count) {
             Store store = {to_};
@@ -103,9 +102,9 @@ class PackedTiles {
     Ahead ahead_;
     const u8* from_;
     bf16* to_;
-    long row_, num_rows_, num_blocks_;  // of what is being unpacked
+    long row_, num_rows_, num_blocks_;  // of the chunk that is being unpacked
     long rows_of_step_ = 0, current_ = 1;
-    bool is_usual_ = false;  // a whole chunk is unpacked while another is read
+    bool is_usual_ = false;  // both chunks, read and unpacked, are whole
     alignas(64) bf16 chunks_[2][NUM_TILES][TILE_ROWS][LANES];
 };
 

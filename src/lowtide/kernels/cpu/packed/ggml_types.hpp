@@ -1,10 +1,11 @@
-// Blocks of ggml's packed types, whose layouts formats/ggml/ describes: the same float32, bit for
-// bit. Nothing is fused, so that all instructions give the same bits.
+// ggml's packed block types. formats/ggml/ describes their layouts and gives the same float32, bit
+// for bit. No multiply and add are fused, so that all instruction sets give the same bits.
 //
 //     weight = scale * number (- offset)
 //
-// `numbers` are a block's, in the order of its weights; `scales`, and offsets where a type has some,
-// those of groups of GROUP weights. That makes weights here, and products in int8_products.hpp.
+// `numbers` writes a block's integers in the order of its weights; `scales` writes the scale, and
+// the offset if the type has one, of each group of GROUP weights. Both serve unpacking, here, and
+// the products in int8_products.hpp.
 
 #pragma once
 
@@ -20,7 +21,7 @@ constexpr float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                   1,    13,   25,  38,  53,  69,  89,  113};
 constexpr float MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// At any address.
+// Reads a number at any address, aligned or not.
 template <class Number>
 INLINED Number number_at(const u8* from) {
     Number number;
@@ -34,7 +35,7 @@ INLINED float from_bits(std::uint32_t bits) {
     return value;
 }
 
-// float16, at any address, to float32: exact.
+// Converts a float16 at any address to float32, exactly.
 INLINED float half_at(const u8* p) {
     const std::uint32_t half = p[0] | static_cast<std::uint32_t>(p[1]) << 8;
     const std::uint32_t sign = (half & 0x8000) << 16, rest = half & 0x7fff;
@@ -44,7 +45,7 @@ INLINED float half_at(const u8* p) {
     return sign ? -tiny : tiny;
 }
 
-// The low halves of 16 bytes, then the high ones.
+// Returns number i of 32: the low halves of 16 bytes come first, then their high halves.
 INLINED int nibble(const u8* q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; }
 
 struct Q4_0 {
@@ -71,7 +72,7 @@ struct Q4_1 {
     }
 };
 
-// 32 fifth bits, then 16 bytes of the others; `zero` is taken away.
+// Unpacks 32 numbers of five bits, less `zero`: their fifth bits, then 16 bytes of lower halves.
 INLINED void five_bits(const u8* h, int zero, i8* out) {
     const std::uint32_t fifth =
         h[0] | h[1] << 8 | h[2] << 16 | static_cast<std::uint32_t>(h[3]) << 24;
@@ -121,7 +122,7 @@ struct Iq4Nl {
     static INLINED void scales(const u8* b, float* scales, float*) { scales[0] = half_at(b); }
 };
 
-// The bits of 2^(e - 128), of which the two least are below the normal numbers.
+// Returns the bits of 2^(e - 128), which is subnormal for e < 2.
 constexpr std::uint32_t mxfp4_scale_bits(std::uint32_t e) {
     return e < 2 ? 0x00200000u << e : (e - 1) << 23;
 }
@@ -188,7 +189,7 @@ struct Q3K {
     }
 };
 
-// The scale and the offset of group g, six bits each, of the 12 bytes that hold eight of both.
+// Unpacks the scale and the offset of group g, six bits each, from 12 bytes with eight of both.
 INLINED void six_bits(const u8* s, int g, int* scale, int* offset) {
     if (g < 4) {
         *scale = s[g] & 63;
@@ -199,7 +200,7 @@ INLINED void six_bits(const u8* s, int g, int* scale, int* offset) {
     }
 }
 
-// The scales and offsets of types with a float16 for either, and six bits of either for a group.
+// Unpacks eight groups' scales and offsets, six bits each, times the block's float16 for either.
 INLINED void scales_of_six_bits(const u8* b, float* scales, float* offsets) {
     const float d = half_at(b), m = half_at(b + 2);
     for (int g = 0; g < 8; ++g) {
@@ -250,7 +251,8 @@ struct Q6K {
 
     static INLINED void numbers(const u8* b, i8* out) {
         for (int g = 0; g < 16; ++g) {
-            // Each 128 weights: 64 bytes' low halves, then the high ones; two bits in four layers.
+            // 128 weights have 64 bytes, low halves first, and 32 bytes of upper bits, two a
+            // weight.
             const int half = g / 8, at = g % 8 * 16;
             const u8* q = b + half * 64 + at % 64;
             const u8* h = b + 128 + half * 32 + at % 32;
@@ -269,7 +271,7 @@ struct Q6K {
     }
 };
 
-// The scale of group g, six bits.
+// Unpacks the scale of group g, six bits less 32.
 INLINED int iq4_xs_scale(const u8* b, int g) {
     const int low = b[4 + g / 2] >> g % 2 * 4 & 15, high = (b[2] | b[3] << 8) >> 2 * g & 3;
     return (low | high << 4) - 32;
@@ -291,7 +293,7 @@ struct Iq4Xs {
     }
 };
 
-// A block's weights, rounded once.
+// Unpacks a block to bfloat16; each weight is rounded once.
 template <class Type>
 INLINED void unpack_block(const u8* b, bf16* out) {
     constexpr long NUM_GROUPS = Type::SIZE / Type::GROUP;

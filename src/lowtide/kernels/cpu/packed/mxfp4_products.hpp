@@ -1,12 +1,13 @@
-// Products of a few rows with MXFP4 by AVX-512 with VBMI: the sums of tiles.hpp, so the bits of
-// weights that were unpacked before. What binds is the units of a processor that shuffle (docs/log):
+// Products of a few rows with MXFP4 by AVX-512 with VBMI. Sums have the order of tiles.hpp, so
+// their bits are those of products with unpacked weights. The processor's shuffle units bind
+// (docs/log):
 //
-// - A block's scale comes from a table by its byte and is broadcast from there. Times the sixteen
-//   values it gives sixteen float32, whose upper words are the weights: exact.
-// - Both halves of a block's sixteen bytes are broadcast and blended, which no shuffling unit does,
-//   and each word takes one nibble of them, at any bit (vpmultishiftqb): to bits 1 to 4, where it is
-//   an index of words. Bit 0, set, makes it that of an upper word; bits above 4 mean nothing to
-//   vpermw, the only shuffle.
+// - A block's scale is broadcast from a table that its byte indexes. Multiplied with the sixteen
+//   values it gives sixteen float32, exactly, whose upper words are the possible weights.
+// - Both halves of a block's sixteen bytes are broadcast and blended, without a shuffle unit. Each
+//   word takes one nibble of them, at any bit (vpmultishiftqb), into its bits 1 to 4: an index of
+//   words. Bit 0 is set, so the index is of an upper word; vpermw, the only shuffle, ignores bits
+//   above 4.
 
 #pragma once
 
@@ -34,9 +35,9 @@ struct Scales {
 };
 inline constexpr Scales SCALES;
 
-// Of each byte of a register, the first bit that it takes of the eight bytes at its place, which are
-// a block's first ones in even quarters and the others in odd ones. Lower nibbles come first. A word
-// counts by its lower byte.
+// For each byte of a register, the first bit that it takes from its eight bytes: the block's first
+// eight in even quarters, the others in odd ones. Lower nibbles come first. Only a word's lower
+// byte counts.
 struct alignas(64) Shifts {
     u8 of[64];
 
@@ -54,7 +55,7 @@ AVX512_VBMI INLINED __m512i weights_of(const u8* b) {
     const __m512i scale = _mm512_set1_epi32(static_cast<int>(SCALES.bits[b[0]]));
     const __m512 weights =
         _mm512_mul_ps(_mm512_castsi512_ps(scale), _mm512_loadu_ps(MXFP4_VALUES));
-    // Before a nibble that is taken there is a bit that is not: set, since a word's lowest is to be.
+    // Set the bit below each nibble: it becomes bit 0 of the index, which has to be set.
     const __m512i ones = _mm512_inserti64x4(_mm512_set1_epi8(8), _mm256_set1_epi8(-128), 0);
     const auto first = number_at<long long>(b + 1), second = number_at<long long>(b + 9);
     const __m512i twice_first = _mm512_or_si512(ones, _mm512_set1_epi64(first));
@@ -64,14 +65,14 @@ AVX512_VBMI INLINED __m512i weights_of(const u8* b) {
     return _mm512_permutexvar_epi16(numbers, _mm512_castps_si512(weights));
 }
 
-// As vectors::SpanDots.
+// Has the interface of vectors::SpanDots.
 struct Dots {
     template <int rows>
     AVX512_VBMI NOT_INLINED static void of(
         const bf16* x, long x_stride, const u8* const (&weights)[OUTS], long num_blocks,
         Ahead& ahead, float (&sums)[rows][OUTS]
     ) {
-        constexpr long AT_ONCE = 8;  // blocks of each row that are asked for at a time
+        constexpr long AT_ONCE = 8;  // blocks of each row in one request to `Ahead`
         const u8* b[OUTS];
         UNROLLED for (int o = 0; o < OUTS; ++o) b[o] = weights[o];
         __m512 lanes[rows][OUTS] = {};

@@ -1,4 +1,4 @@
-// Our own q8 and q4 (quantised.hpp) for the table of packed.hpp.
+// Functions of lowtide's own q8 and q4 (quantised.hpp) for the table in packed.hpp.
 
 #pragma once
 
@@ -24,7 +24,8 @@ void unpack(int variant, const PackedRows& rows, bf16* out, long out_stride) {
 
 template <int num_bits>
 bool multiply(int variant, const Product<bf16>& p, const PackedRows& rows) {
-    // Rows are kept in an order of their own: they are others than a product with another type has.
+    // Rows of x are cached in an order of their own, which a product with another type must not
+    // find.
     constexpr std::uint64_t OWN_ORDER = static_cast<std::uint64_t>(num_bits) << 60;
     multiply_quantised<num_bits>(variant, {
         p.x, p.x_stride, {rows.stored, rows.num_k, num_bits}, p.bias, p.out, p.out_stride,

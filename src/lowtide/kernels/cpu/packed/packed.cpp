@@ -1,5 +1,5 @@
-// Packed weights for Python: unpacked, multiplied with, and as experts. Few rows' products that a
-// type has no instructions of its own for are those of unpacked_rows.hpp.
+// Entry points for Python: unpacking packed weights, and products with matrices and experts of
+// them. If a type has no product of its own, unpacked_rows.hpp multiplies.
 
 #include "packed/packed.hpp"
 
@@ -9,7 +9,7 @@
 namespace lowtide {
 namespace {
 
-// Unpacks blocks, and asks for those that come next.
+// Unpacks a matrix of blocks and prefetches the blocks that follow.
 class BlockRows {
    public:
     BlockRows(int variant, const PackedWeights& w, long num_rows, const void* next)
@@ -18,7 +18,8 @@ class BlockRows {
         while (1L << block_shift_ < type_.block_size) ++block_shift_;
     }
 
-    // Elements from `k` on of some rows, whole blocks; rows of `out` are `stride` numbers apart.
+    // Unpacks `length` elements of some rows from `k` on, whole blocks. Rows of `out` are `stride`
+    // elements apart.
     INLINED void unpack(long row, long num_rows, long k, long length, bf16* out, long stride) {
         const long num_blocks = length >> block_shift_;
         const std::uint8_t* from =
@@ -35,7 +36,7 @@ class BlockRows {
     Ahead ahead_;
 };
 
-// The same of sections.
+// Unpacks a matrix of sections and prefetches the bytes that follow.
 class SectionRows {
    public:
     SectionRows(int variant, const PackedWeights& w, long num_rows, const void* next)
@@ -47,7 +48,7 @@ class SectionRows {
         for (long end = row + num_rows; row < end; ++row, out += stride) {
             const Span span = weights_.span(row, k, length);
             ahead_.read_bytes(type.code_bytes(length));
-            // Scales and zeros are streams of their own, a part of a line for each row.
+            // Scales and zeros are streams of their own; a row has less than a cache line of them.
             __builtin_prefetch(span.scales + ahead * type.scale_bytes(), 0, 2);
             if (span.zeros != nullptr) __builtin_prefetch(span.zeros + ahead, 0, 2);
             unpack_span(variant_, type, span, out);
@@ -92,8 +93,8 @@ extern "C" {
 
 long lowtide_section_alignment() { return SECTION_ALIGNMENT; }
 
-// Rows of a matrix [num_of_all, num_k] at `stored`, whose numbers are given, or from `first` on, to
-// out [num_rows, num_k].
+// Unpacks rows of a matrix [num_of_all, num_k] at `stored` to out [num_rows, num_k]: those listed
+// in `numbers`, or if it is null those from `first` on.
 void lowtide_packed_unpack(
     int variant, int type, const void* stored, long num_of_all, long num_k,
     const std::int64_t* numbers, long first, long num_rows, bf16* out

@@ -1,13 +1,12 @@
-// Matrices of packed weights, as products take them: one type of matrix for all that they may be
-// stored in, which one number says. Two families of types there are.
+// Matrices of packed weights. `PackedWeights` is a matrix in any of the stored types, and a number
+// names the type. There are two families of types:
 //
-// Blocks: neighbouring weights of a row with their scales, row after row: ggml's types
-// (formats/ggml/) and our own q8 and q4 (formats/quantised.py), whose rows are padded to whole
-// blocks.
-//
-// Sections, each beginning at a multiple of 64 bytes: the codes of all rows of a matrix, all scales,
-// and, if it has them, zeros: checkpoints that other tools rounded (formats/grouped_ints.py,
-// formats/fp8.py). bfloat16 is a section of codes alone.
+// - Blocks: adjacent weights of a row together with their scales. These are ggml's types
+//   (formats/ggml/) and lowtide's own q8 and q4 (formats/quantised.py). Rows are padded to whole
+//   blocks.
+// - Sections, each at a multiple of 64 bytes: the codes of all rows of a matrix, then all scales,
+//   then the zeros, if any. These are checkpoints rounded by other tools (formats/grouped_ints.py,
+//   formats/fp8.py). bfloat16 is a single section of codes.
 
 #pragma once
 
@@ -18,18 +17,18 @@ namespace lowtide {
 
 constexpr long SECTION_ALIGNMENT = 64;
 
-// Some blocks, one after the other, of some rows; num_k weights of each row.
+// Adjacent blocks of some rows, num_k weights of each row.
 struct PackedRows {
     const std::uint8_t* stored;
     long row_bytes, num_rows, num_blocks, num_k;
 };
 
-// To bfloat16; rows of `out` are `out_stride` numbers apart.
+// Unpacks to bfloat16; rows of `out` are `out_stride` elements apart.
 using UnpackRows = void (*)(int variant, const PackedRows& rows, bf16* out, long out_stride);
 
-// The product by a type's own instructions, if the variant has some for so many rows: answers whether
-// it has. With AVX512-BF16 few rows are multiplied with out of the registers that weights are
-// unpacked into.
+// Multiplies with a type's own code. Returns false, and does nothing, if the variant has none for
+// as many rows. With AVX512-BF16 weights go from the registers they are unpacked into to products
+// of a few rows.
 using MultiplyDirectly = bool (*)(int variant, const Product<bf16>& product, const PackedRows& rows);
 
 struct BlockType {
@@ -41,11 +40,12 @@ struct BlockType {
     long row_bytes(long num_k) const { return num_blocks(num_k) * block_bytes; }
 };
 
-// By its number (block_types.hpp): without functions before its file is loaded.
+// Returns the block type with a number of block_types.hpp. It has no functions before its file is
+// loaded.
 const BlockType& block_type(int number);
 void set_block_type(int number, const BlockType& type);
 
-// In a type's own file, which has a template `block_type_of`.
+// Registers a type; stands in the type's own file, behind a template `block_type_of`.
 #define BLOCK_TYPE(name, Type)                                                                     \
     static_assert(Type::SIZE == lowtide::BLOCK_SHAPES[lowtide::BLOCK_##name].size);                \
     static_assert(Type::BYTES == lowtide::BLOCK_SHAPES[lowtide::BLOCK_##name].num_bytes);          \
@@ -55,15 +55,15 @@ void set_block_type(int number, const BlockType& type);
 enum class Form { PLAIN, INTS_OF_4, INTS_OF_8, FP8, BLOCKS };
 enum class ScaleType { BF16, F16, F32 };
 
-// What a `type_number` of packed.py encodes.
+// The type that a `type_number` of packed.py encodes.
 struct PackedType {
-    static constexpr int SECTIONS = 1 << 16;  // a bit that numbers of blocks have not
+    static constexpr int SECTIONS = 1 << 16;  // a bit that is not set in numbers of block types
 
     Form form = Form::BLOCKS;
     const BlockType* blocks = nullptr;
     ScaleType scale = ScaleType::BF16;
     bool has_zeros = false;
-    int log_group = 0;  // of how many weights of a row share a scale; in FP8 as many rows, too
+    int log_group = 0;  // log2 of the weights of a row that share a scale; in FP8 also of the rows
 
     explicit PackedType(int number) {
         if ((number & SECTIONS) == 0) {
@@ -85,13 +85,13 @@ struct PackedType {
     }
 };
 
-// Neighbouring weights of a row, the first of which begins a group, in sections.
+// Adjacent weights of a row stored in sections; the first one begins a group.
 struct Span {
-    const std::uint8_t *codes, *scales, *zeros;  // zeros: null without
+    const std::uint8_t *codes, *scales, *zeros;  // zeros: null if the type has none
     long length;
 };
 
-// Each rounded once, in every variant to the same bits.
+// Unpacks to bfloat16. Each weight is rounded once, to the same bits in every variant.
 void unpack_span(int variant, const PackedType& type, const Span& span, bf16* out);
 
 // Some rows of a matrix [.., num_k].
@@ -121,7 +121,7 @@ class PackedWeights {
         return rest;
     }
 
-    // The same of another slot.
+    // Returns the same rows of the matrix in another slot, `num_bytes` away.
     PackedWeights moved(long num_bytes) const {
         PackedWeights other = *this;
         other.codes_ += num_bytes;
@@ -130,7 +130,7 @@ class PackedWeights {
         return other;
     }
 
-    // A row's sections from `k` on, where a group begins.
+    // Returns a row's sections from `k` on, which begins a group.
     Span span(long row, long k, long length) const {
         const long number = first_ + row;
         const long of_scales = type_.form == Form::FP8 ? number >> type_.log_group : number;
@@ -142,8 +142,8 @@ class PackedWeights {
         };
     }
 
-    // See `multiply` of products.hpp: with the bits of these weights rounded to bfloat16 (of q8 and
-    // q4 in the order of sums that quantised_products.hpp says).
+    // Multiplies as `multiply` of products.hpp would with these weights rounded to bfloat16: the
+    // same bits, except that sums with q8 and q4 have the order of quantised_products.hpp.
     void multiply(int variant, const Product<bf16>& product) const;
 
    private:

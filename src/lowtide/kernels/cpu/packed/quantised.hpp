@@ -1,10 +1,10 @@
-// Rows of weights in 8 or 4 bits, as formats/quantised.py lays them out: codes of groups of 64, then
-// the groups' scales, then their zeros, float16.
+// Rows of weights in 8 or 4 bits, laid out as in formats/quantised.py: the codes of groups of 64,
+// then the groups' scales, then their zeros, both float16.
 //
 //     weight = scale * code + zero
 //
-// in float32, where the product is exact: fused or not makes no difference. In 4 bits a byte has
-// elements k (low half) and k + 32 of its group.
+// in float32. The product is exact, so fusing it with the addition changes no bit. In 4 bits a byte
+// has elements k (low half) and k + 32 of its group.
 
 #pragma once
 
@@ -16,13 +16,13 @@ namespace lowtide {
 
 constexpr long GROUP = 64;
 
-// As a type of blocks: each is a group, whose codes, scale and zero lie apart in a row.
+// q8 or q4 as a block type. A block is a group; its codes, scale and zero lie apart in a row.
 template <int num_bits>
 struct Own {
     static constexpr int NUM_BITS = num_bits;
     static constexpr long SIZE = 64, GROUP = 64, CODE_BYTES = GROUP * num_bits / 8;
     static constexpr long BYTES = CODE_BYTES + 4;  // with a scale and a zero
-    static constexpr bool HAS_OFFSETS = true;  // minus the zeros; registers have the zeros themselves
+    static constexpr bool HAS_OFFSETS = true;  // offset = -zero; registers hold zeros
 };
 
 // A matrix [num_outs, num_k].
@@ -50,7 +50,7 @@ struct QuantisedWeights {
     }
 };
 
-// The weights of a group. rounds: to bfloat16.
+// Unpacks a group to float32. rounds: to bfloat16 values.
 template <int num_bits, bool rounds>
 INLINED void unpack_group(const std::uint8_t* codes, float scale, float zero, float* weights) {
     constexpr long HALF = GROUP / 2;
@@ -67,7 +67,7 @@ INLINED void unpack_group(const std::uint8_t* codes, float scale, float zero, fl
     }
 }
 
-// A row's weights, each rounded once.
+// Unpacks a row to bfloat16; each weight is rounded once.
 template <int num_bits>
 INLINED void unpack_row_plainly(const QuantisedWeights& w, long row, bf16* out) {
     const std::uint8_t* from = w.row(row);

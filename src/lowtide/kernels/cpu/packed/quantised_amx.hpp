@@ -1,12 +1,12 @@
-// Products with weights in 8 or 4 bits by AMX: 16 of their rows with up to 32 rows of x.
+// Products with weights in 8 or 4 bits by AMX: 16 rows of weights with up to 32 rows of x.
 //
 // A step of 16 rows of weights (quantised_vectors.hpp) is rounded to bfloat16 into the first cache,
-// and is then four tiles: so weights are unpacked once for all rows of x, and what more rows cost is
-// hardly seen. Otherwise as amx.hpp.
+// where it is four tiles. So weights are unpacked once for all rows of x, and more rows cost
+// little. The rest is as in amx.hpp.
 //
-// A product of tiles takes longer to answer (52 cycles) than to begin (16), and unpacking its
-// weights takes less than that: so tiles go to two sums by turns. More than 16 rows have two more,
-// so a row's sums are added in the same order among however many.
+// A tile product has a latency of 52 cycles and a throughput of one in 16; unpacking its weights
+// takes less than the latency. So tiles alternate between two sums. Rows beyond 16 have two sums of
+// their own, so the order of a row's sum does not depend on the number of rows.
 
 #pragma once
 
@@ -22,7 +22,7 @@ namespace lowtide {
 
 class QuantisedAmx : Amx {
    public:
-    // p.num_rows: `MOST_QUANTISED_ROWS` at most. There are no tiles of no rows.
+    // p.num_rows: at most `MOST_QUANTISED_ROWS`. A tile cannot have 0 rows.
     template <int num_bits>
     UNPACKED_AMX static void run(const QuantisedProduct& p) {
         if (p.num_rows == 0 || p.num_outs == 0) return;
@@ -34,8 +34,8 @@ class QuantisedAmx : Amx {
     }
 
    private:
-    // Tiles 0 and 1 are sums of the first rows, 6 and 7 of the others, 2 and 3 are of weights, 4 and
-    // 5 of x: of the first rows by turns, or 5 of the others.
+    // Tiles 0 and 1 hold sums of the first 16 rows, 6 and 7 of the others; 2 and 3 hold weights; 4
+    // and 5 hold x, of the first rows in turn, or 5 that of the others.
     template <int num_bits, int halves>
     UNPACKED_AMX static void run_rows(const QuantisedProduct& p, const Inputs& x) {
         const long of_first = std::min(p.num_rows, TILE), of_second = p.num_rows - of_first;
@@ -53,9 +53,9 @@ class QuantisedAmx : Amx {
         _tile_release();
     }
 
-    // All steps of 16 rows of weights, then those of the next 16. One is unpacked while one before it
-    // is multiplied with: a tile that is loaded before what was written last has reached the cache
-    // waits for all of it.
+    // Runs all steps of 16 rows of weights, then those of the next 16. A step is multiplied
+    // `BEHIND` steps after it was unpacked: loading a tile whose bytes have just been written would
+    // wait until they reach the cache.
     template <int num_bits, int halves>
     class Steps {
        public:
@@ -77,7 +77,7 @@ class QuantisedAmx : Amx {
                     step<true, true>(place, behind);
                     behind = multiplied(behind);
                 }
-            if (num_behind < BEHIND) turn_ = BEHIND;  // there is one step, the first
+            if (num_behind < BEHIND) turn_ = BEHIND;  // there is only one step
             for (; num_behind > 0; --num_behind) {
                 step<false, true>(place, behind);
                 behind = multiplied(behind);
@@ -88,7 +88,7 @@ class QuantisedAmx : Amx {
         static constexpr long BEHIND = 2, NUM_TURNS = BEHIND + 1;
         static constexpr long GROUP_BYTES = GROUP * num_bits / 8, QUARTER = TILE / STEP_REGISTERS;
 
-        // 16 rows of weights from `first` on, two groups from `group` on.
+        // A step: 16 rows of weights from `first` on, two groups from `group` on.
         struct Place {
             long first, group;
         };
@@ -98,14 +98,15 @@ class QuantisedAmx : Amx {
             return {place.first + TILE, 0};
         }
 
-        // What is multiplied with after what was at `place`: stores sums that are complete.
+        // Ends the multiplication of the step at `place`: stores its sums if they are complete, and
+        // returns the next step.
         UNPACKED_AMX INLINED Place multiplied(const Place& place) {
             const Place next = after(place);
             if (next.group == 0) store(place.first);
             return next;
         }
 
-        // Unpacks the step at `place`, and multiplies with that at `behind`.
+        // Unpacks the step at `place`, and multiplies the step at `behind`.
         template <bool unpacks, bool multiplies>
         UNPACKED_AMX INLINED void step(const Place& place, const Place& behind) {
             const long num_outs = std::min(p_.num_outs - place.first, TILE);
@@ -132,7 +133,7 @@ class QuantisedAmx : Amx {
             turn_ = turn_ == BEHIND ? 0 : turn_ + 1;
         }
 
-        // Unpacks rows `begin` to before `end` of the 16 whose codes are at `codes`.
+        // Unpacks rows [begin, end) of the 16 rows at `codes`.
         template <bool has_both>
         UNPACKED_AMX INLINED void unpack(
             const std::uint8_t* codes, long begin, long end, long group
@@ -185,7 +186,7 @@ class QuantisedAmx : Amx {
             }
         }
 
-        // Stores the sums of the 16 rows of weights from `first` on; begins those of the next.
+        // Stores the sums of the 16 rows of weights from `first` on and clears the tiles.
         UNPACKED_AMX INLINED void store(long first) {
             alignas(64) float sums[2][TILE * TILE];
             const long stride = stored_bytes(of_first_);
@@ -201,7 +202,7 @@ class QuantisedAmx : Amx {
             begin_sums();
         }
 
-        // Stores both sums of some rows of x.
+        // Adds the two sums of some rows of x and stores them.
         UNPACKED_AMX INLINED void store_rows(
             float (&sums)[2][TILE * TILE], long row, long num_rows, long first
         ) {
@@ -216,11 +217,11 @@ class QuantisedAmx : Amx {
         }
 
         const QuantisedProduct& p_;
-        const bf16 *x_, *second_;  // the first rows', and those of the others
+        const bf16 *x_, *second_;  // the first 16 rows, and the others
         const long of_first_, of_second_;
         const long num_groups_, row_bytes_;
         Ahead ahead_;
-        long turn_ = 0;  // which of `unpacked_` is written
+        long turn_ = 0;  // index of the part of `unpacked_` that is written
         Ends<num_bits> ends_[TILE];
         alignas(64) bf16 unpacked_[NUM_TURNS][STEP_REGISTERS][TILE][WORDS] = {};
     };

@@ -1,5 +1,5 @@
-// `multiply_pairs`: products of quantised_products.hpp by AVX-512 with bfloat16, of any number of
-// rows. Many rows have the weights unpacked once (many_rows.hpp), their sums in the same order.
+// `multiply_pairs`: the products of quantised_products.hpp by AVX-512 with bfloat16, for any number
+// of rows. For many rows weights are unpacked once (many_rows.hpp); the order of sums stays.
 
 #pragma once
 
@@ -10,11 +10,11 @@ namespace lowtide {
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// Rows of x from which on weights are unpacked for all of them.
+// Fewest rows of x for which weights are unpacked once for all of them.
 constexpr long FEWEST_UNPACKED = 2 * ROWS_OF_TILE + 1;
 
-// A row of weights in the order of `element`, each weight rounded once; 0 up to whole steps. Its
-// registers are `spacing` apart.
+// Unpacks a row of weights in the order of `element`, each rounded once, padded with 0 to whole
+// steps. Its registers are stored `spacing` registers apart.
 template <int num_bits>
 AVX512BF16 void unpack_in_order(const QuantisedWeights& w, long row, bf16* out, long spacing) {
     const std::uint8_t* const from = w.row(row);
@@ -35,7 +35,7 @@ AVX512BF16 void unpack_in_order(const QuantisedWeights& w, long row, bf16* out, 
     }
 }
 
-// A tile of unpacked weights `w`, whose registers are one row's after the other's.
+// Multiplies with a tile of unpacked weights `w`, in which registers of the rows alternate.
 template <int rows, int outs>
 AVX512BF16 NOT_INLINED void unpacked_tile(
     const QuantisedProduct& p, const OrderedRows& x, const bf16* w, long row, long first
@@ -50,7 +50,7 @@ AVX512BF16 NOT_INLINED void unpacked_tile(
     store_tile<rows, outs>(p, row, first, sums);
 }
 
-// A thread's own, for the weights of a tile.
+// Returns the thread's own buffer for the weights of a tile.
 inline bf16* unpacked_weights(long length) {
     thread_local std::vector<WordRegister> of;
     const auto needed = static_cast<std::size_t>(MANY_OUTS * length / WORDS);
@@ -73,8 +73,8 @@ void multiply_unpacked(const QuantisedProduct& p, const OrderedRows& x) {
     });
 }
 
-// All rows of x with a few of the weights', which the first of them bring into the cache. Very many
-// rows have them unpacked first.
+// Multiplies all rows of x with a few rows of weights at a time, which stay in the cache. For many
+// rows of x weights are unpacked first.
 template <int num_bits>
 AVX512BF16 void multiply_pairs(const QuantisedProduct& p) {
     if (p.num_rows == 0) return;

@@ -2,15 +2,16 @@
 //
 //     out[r, o] = sum over k of x[r, k] * rounded(w[o, k]) (+ bias[o])
 //
-// Each weight is rounded once to bfloat16, as a tile of weights is that many rows are multiplied
-// with. The order of a sum depends on num_k, the number of bits and the kind of instructions alone:
+// Each weight is rounded once to bfloat16, as it is for products of many rows. The order of a sum
+// depends only on num_k, the number of bits and the kind of instructions:
 //
 // - plain: element k goes to partial sum k % 32, ascending; the 32 are added in a tree. Compiled
 //   for every set of instructions, with the same bits in all.
 // - AVX-512 with bfloat16: 128 elements at a time are four registers of pairs, in the order of
 //   `element` (quantised_vectors.hpp). Pair i of each goes to partial sum i of 16 by vdpbf16ps,
 //   registers ascending; then the tree.
-// - AMX (quantised_amx.hpp): the same registers go to two sums by turns, ascending, which are added.
+// - AMX (quantised_amx.hpp): the same registers go to two sums by turns, ascending, which are
+//   added.
 
 #pragma once
 
@@ -78,7 +79,7 @@ INLINED void multiply_plainly(const QuantisedProduct& p) {
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// Rows in the order of `element`, 0 up to whole steps.
+// Rows of x in the order of `element`, padded with 0 to whole steps.
 using OrderedRows = PaddedRows;
 
 template <int num_bits>
@@ -92,14 +93,14 @@ AVX512BF16 const OrderedRows& ordered_rows(const QuantisedProduct& p) {
     return of;
 }
 
-// Where a tile is: the codes of some rows of weights, and rows of x; both go on step by step.
+// A tile's place, which advances step by step: the codes of some rows of weights, and rows of x.
 struct TilePlace {
     const std::uint8_t* codes;
     const bf16* x;
     long row_bytes, x_stride;
 };
 
-// Register `number` of a step.
+// Adds the products of register `number` of a step.
 template <int number, int num_bits, int rows, int outs>
 AVX512BF16 INLINED void add_register(
     const TilePlace& at, const StepWeights<num_bits> (&weights)[outs], const Ends<num_bits>* ends,
@@ -115,7 +116,7 @@ AVX512BF16 INLINED void add_register(
     }
 }
 
-// group: of those that `ends` are of. has_both: see `StepCodes`.
+// Adds the products of a step. group: its first group's index in `ends`. has_both: see `StepCodes`.
 template <int num_bits, int rows, int outs, bool has_both>
 AVX512BF16 INLINED void add_step(
     TilePlace& at, const Ends<num_bits>* ends, long group, __m512 (&sums)[rows * outs]
@@ -132,8 +133,8 @@ AVX512BF16 INLINED void add_step(
     at.codes += STEP * num_bits / 8, at.x += STEP;
 }
 
-// `rows` rows of x from `row` on with `outs` rows of weights from `first` on. Each row of x that is
-// loaded serves all of these.
+// Multiplies `rows` rows of x from `row` on with `outs` rows of weights from `first` on. Each load
+// of x serves all rows of weights.
 template <int num_bits, int rows, int outs>
 AVX512BF16 void pair_tile(
     const QuantisedProduct& p, const OrderedRows& inputs, long row, long first, Ahead* ahead
@@ -145,7 +146,7 @@ AVX512BF16 void pair_tile(
     const std::uint8_t* halves = at.codes + num_groups * GROUP_BYTES;
     Ends<num_bits> ends[outs];
     __m512 sums[rows * outs];
-    // Unrolled, or they would lie in memory.
+    // Unrolled, so that the sums stay in registers.
     UNROLLED for (int i = 0; i < rows * outs; ++i) sums[i] = _mm512_setzero_ps();
     for (long block = 0; block < num_groups; block += MOST_ENDS, halves += 2 * MOST_ENDS) {
         const long count = std::min(MOST_ENDS, num_groups - block);
@@ -162,14 +163,14 @@ AVX512BF16 void pair_tile(
     store_sums<rows, outs>(p, row, first, sums);
 }
 
-// `rows` rows of x from `row` on with those of the weights from `first` to before `last`.
+// Multiplies `rows` rows of x from `row` on with rows [first, last) of the weights.
 template <int num_bits, int rows>
 AVX512BF16 void pair_rows(
     const QuantisedProduct& p, const OrderedRows& inputs, long row, long first, long last,
     Ahead* ahead
 ) {
-    constexpr int outs = rows == 1 ? 8 : rows <= 4 ? 4 : 2;  // what registers there are for
-    if (row > 0) ahead = nullptr;  // the first rows have asked
+    constexpr int outs = rows == 1 ? 8 : rows <= 4 ? 4 : 2;  // as many as registers hold
+    if (row > 0) ahead = nullptr;  // the first rows of x have prefetched
     for (; first + outs <= last; first += outs)
         pair_tile<num_bits, rows, outs>(p, inputs, row, first, ahead);
     for (; first < last; ++first)
@@ -179,7 +180,7 @@ AVX512BF16 void pair_rows(
 
 constexpr int ROWS_OF_TILE = 8, OUTS_OF_TILE = 8;  // at most
 
-// The same of so many rows of x, `rows` at most.
+// Multiplies `num_rows` rows of x, at most `rows`, with up to OUTS_OF_TILE rows of weights.
 template <int num_bits, int rows = ROWS_OF_TILE>
 AVX512BF16 void pair_some_rows(
     const QuantisedProduct& p, const OrderedRows& inputs, long row, long num_rows, long first,

@@ -1,12 +1,11 @@
-// Weights in 8 and 4 bits to bfloat16 by AVX-512 with bfloat16, each rounded once.
+// Unpacks weights in 8 and 4 bits to bfloat16 by AVX-512 with bfloat16; each is rounded once.
 //
-// Ports are what this waits for, and vcvtne2ps2bf16 takes four times as much of them as a sum does,
-// so
+// Execution ports bind, and vcvtne2ps2bf16 takes four times as much of them as a sum does. So
 //
-// - products take 128 elements at a time, two groups, in an order in which codes are unpacked by
-//   shifts and masks alone (`element`), and x is brought into that order once;
-// - in 4 bits the two groups' 16 possible weights each are a table: one rounding for both;
-// - scales and zeros of 16 groups are widened at once, and broadcast from memory, which takes no
+// - products take 128 elements at a time, two groups, in an order in which shifts and masks alone
+//   unpack the codes (`element`); x is brought into that order once;
+// - in 4 bits the 16 possible weights of each of the two groups are one table, rounded at once;
+// - scales and zeros of 16 groups are widened at once and broadcast from memory, which takes no
 //   port.
 
 #pragma once
@@ -23,11 +22,11 @@
 
 namespace lowtide {
 
-constexpr long STEP = 2 * GROUP;  // elements at a time
-constexpr long STEP_REGISTERS = 4, WORDS = 32;  // of a step, and of a register
+constexpr long STEP = 2 * GROUP;  // elements
+constexpr long STEP_REGISTERS = 4, WORDS = 32;  // registers of a step, words of a register
 constexpr long MOST_ENDS = 16;  // groups whose scales and zeros are widened at once
 
-// Which element of a step is word `word` of register `number`.
+// Returns the element of a step that is word `word` of register `number`.
 template <int num_bits>
 constexpr long element(long number, long word) {
     const long part = word / 16, i = word % 16;
@@ -35,7 +34,7 @@ constexpr long element(long number, long word) {
     return number / 2 * GROUP + 4 * i + number % 2 * 2 + part;
 }
 
-// Steps of a row of `num_k` elements.
+// Returns the number of steps of a row of `num_k` elements.
 inline long num_steps(long num_k) { return (num_k + STEP - 1) / STEP; }
 
 AVX512BF16 INLINED __m512i as_integers(__m512bh pairs) {
@@ -54,15 +53,16 @@ AVX512BF16 INLINED __m512i two_rounded(__m512 lower, __m512 upper) {
     return as_integers(_mm512_cvtne2ps_pbh(upper, lower));
 }
 
-// Which of 32 elements there are, so many being left of the row.
+// Returns the mask of the next 32 elements that exist when `left` are left of the row.
 INLINED __mmask32 words_left(long left) {
     return left >= WORDS ? ~0u : left <= 0 ? 0u : (1u << left) - 1;
 }
 
-// A row of x in the order of `element`, 0 up to whole steps.
+// Brings a row of x into the order of `element`, padded with 0 to whole steps.
 template <int num_bits>
 AVX512BF16 inline void order_row(const bf16* x, long num_k, bf16* out) {
-    // A register has words of two of the row's: the two groups' same halves, or a group's halves.
+    // A register takes words from two of the row's registers: the same half of both groups (4
+    // bits), or both halves of one group (8 bits).
     struct Order {
         std::uint16_t words[STEP_REGISTERS][WORDS];
         constexpr Order() : words() {
@@ -91,20 +91,20 @@ AVX512BF16 inline void order_row(const bf16* x, long num_k, bf16* out) {
     }
 }
 
-// Which of 16 groups there are.
+// Returns the mask of the next 16 groups that exist when `left` are left of the row.
 INLINED __mmask16 groups_left(long left) {
     return static_cast<__mmask16>(left >= MOST_ENDS ? 0xffff : (1u << left) - 1);
 }
 
-// Scales and zeros of up to 16 groups of a row of weights. In 8 bits scale `i` is for bytes that
-// stand 8 i bits too high.
+// Scales and zeros of up to 16 groups of a row of weights. In 8 bits `scales[i]` is for codes that
+// are shifted left by 8 i bits.
 template <int num_bits>
 struct alignas(64) Ends {
     static constexpr int SCALES = num_bits == 4 ? 1 : 4;
     float zeros[MOST_ENDS], scales[SCALES][MOST_ENDS];
 
-    // Loads the groups whose scales, float16, begin at `halves`, and their zeros so many bytes
-    // behind; what is beyond `mask` is 0.
+    // Loads the scales, float16, from `halves` on, and the zeros `bytes_to_zeros` behind them.
+    // Groups outside `mask` get 0.
     AVX512BF16 INLINED void load(const std::uint8_t* halves, long bytes_to_zeros, __mmask16 mask) {
         __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, halves));
         _mm512_store_ps(
@@ -115,7 +115,7 @@ struct alignas(64) Ends {
         }
     }
 
-    // Groups from `first` on of a row of weights.
+    // Loads a row's groups from `first` on.
     AVX512BF16 INLINED void load(const QuantisedWeights& w, const std::uint8_t* row, long first) {
         const long num_groups = w.num_groups();
         load(row + num_groups * w.group_bytes() + 2 * first, 2 * num_groups,
@@ -123,12 +123,12 @@ struct alignas(64) Ends {
     }
 };
 
-// A step's codes, as they are stored.
+// A step's codes as they are stored.
 template <int num_bits>
 struct StepCodes {
     __m512i of[num_bits / 4];
 
-    // has_both: its two groups; codes of one that is beyond the row are 0.
+    // has_both: the row has the step's second group, too; otherwise that group's codes are 0.
     template <bool has_both>
     AVX512BF16 INLINED static StepCodes load(const std::uint8_t* from) {
         if constexpr (num_bits == 4)
@@ -139,9 +139,9 @@ struct StepCodes {
     }
 };
 
-constexpr int AND_OR = 0xea;  // for vpternlogd: the first two, or the third
+constexpr int AND_OR = 0xea;  // vpternlogd: (a & b) | c
 
-// The weights that there are in 4 bits: 16 of group `group`, then 16 of the next.
+// Returns the possible weights in 4 bits: 16 of group `group`, then 16 of the next.
 AVX512BF16 INLINED __m512i table_of(const Ends<4>& ends, long group) {
     const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const float *scale = ends.scales[0] + group, *zero = ends.zeros + group;
@@ -150,8 +150,8 @@ AVX512BF16 INLINED __m512i table_of(const Ends<4>& ends, long group) {
         _mm512_fmadd_ps(all, _mm512_set1_ps(scale[1]), _mm512_set1_ps(zero[1])));
 }
 
-// A step's weights, of groups `group` and group + 1 of those that `ends` are of, a register at a
-// time: what is in no register yet need not be kept in one.
+// A step's weights, one register at a time, so that not all of them occupy registers at once.
+// `group` is the index of its first group in `ends`.
 template <int num_bits>
 struct StepWeights;
 
@@ -165,7 +165,7 @@ struct StepWeights<4> {
         return {codes.of[0], table_of(ends, group)};
     }
 
-    // Shifts and look-ups of words: on an AMD Zen 4 better than what `unpack_step` has (docs/log).
+    // Shifts and look-ups of words: faster on AMD Zen 4 than those of `unpack_step` (docs/log).
     template <int number>
     AVX512BF16 INLINED __m512i at(const Ends<4>&, long) const {
         const __m512i second_words = _mm512_inserti64x4(
@@ -191,7 +191,7 @@ struct StepWeights<8> {
                            every_fourth<second, byte + 1>(ends, group + second));
     }
 
-    // The weights of bytes `i`, i + 4 and so on of the codes of the step's first or second group.
+    // Returns the weights of bytes i, i + 4, ... of the first or second group's codes.
     template <int second, int i>
     AVX512BF16 INLINED __m512 every_fourth(const Ends<8>& ends, long group) const {
         const __m512i byte = _mm512_set1_epi32(static_cast<int>(0xffu << 8 * i));
@@ -202,23 +202,24 @@ struct StepWeights<8> {
     }
 };
 
-// All of a step's weights at once.
+// Unpacks all of a step's weights at once.
 AVX512BF16 INLINED void unpack_step(
     const StepCodes<4>& codes, const Ends<4>& ends, long group, __m512i (&out)[STEP_REGISTERS]
 ) {
     const __m512i table = table_of(ends, group);
-    // Numbers of words of the table: 0 to 15 of the first group, 16 to 31 of the second.
+    // Words 0 to 15 of the table are the first group's, 16 to 31 the second's.
     const __m512i of_word = _mm512_set1_epi16(15);
     const __m512i second_words = _mm512_inserti64x4(
         _mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     out[0] = _mm512_permutexvar_epi16(
         _mm512_ternarylogic_epi32(codes.of[0], of_word, second_words, AND_OR), table);
-    // vpermw takes two ports, so the others look up bytes: those of word n are 2 n and 2 n + 1.
+    // vpermw takes two ports, so the other registers look up bytes: word n is bytes 2 n and 2 n +
+    // 1.
     const __m512i of_byte = _mm512_set1_epi8(30);
     const __m512i second_bytes = _mm512_inserti64x4(
         _mm512_set1_epi16(0x0100), _mm256_set1_epi16(0x2120), 1);
     UNROLLED for (int i = 1; i < STEP_REGISTERS; ++i) {
-        const long long first_bits = 4 * i - 1;  // of each of four words, twice
+        const long long first_bits = 4 * i - 1;  // the nibble of each of four words, twice
         const __m512i bits = _mm512_set1_epi64(
             first_bits * 0x0101010101010101 + 0x3030202010100000);
         const __m512i twice = _mm512_multishift_epi64_epi8(bits, codes.of[0]);
@@ -235,7 +236,7 @@ AVX512BF16 INLINED void unpack_step(
     out[2] = weights.at<2>(ends, group), out[3] = weights.at<3>(ends, group);
 }
 
-// A group's elements 0 to 31 and 32 to 63, in their own order.
+// Unpacks a group in its own order: elements 0 to 31, then 32 to 63.
 template <int num_bits>
 AVX512BF16 INLINED void unpack_group(
     const std::uint8_t* codes, const Ends<4>& ends, long group, __m512i (&out)[2]
@@ -243,8 +244,7 @@ AVX512BF16 INLINED void unpack_group(
     const __m512 scale = _mm512_set1_ps(ends.scales[0][group]);
     const __m512 zero = _mm512_set1_ps(ends.zeros[group]);
     if constexpr (num_bits == 4) {
-        // Both halves of the table are the 16 weights that there can be, so that bit 4 of an index
-        // means nothing.
+        // Both halves of the table are the 16 possible weights, so bit 4 of an index has no effect.
         const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512 weights = _mm512_fmadd_ps(all, scale, zero);
         const __m512i table = two_rounded(weights, weights);
@@ -264,7 +264,7 @@ AVX512BF16 INLINED void unpack_group(
     }
 }
 
-// Weights [num_rows, num_k] to bfloat16, rows of `out` `stride` numbers apart.
+// Unpacks weights [num_rows, num_k] to bfloat16; rows of `out` are `stride` elements apart.
 template <int num_bits>
 AVX512BF16 void unpack_rows(const QuantisedWeights& w, bf16* out, long stride, long num_rows) {
     for (long row = 0; row < num_rows; ++row) {

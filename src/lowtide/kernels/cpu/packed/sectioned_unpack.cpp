@@ -1,9 +1,10 @@
-// Integers in groups and FP8 by blocks to bfloat16, by the variant's instructions:
+// Unpacks grouped integers and blockwise FP8 to bfloat16 with a variant's instructions:
 //
 //     weight = scale * (code - zero)          in float32, without zeros half of the codes' range
 //     weight = scale * number                 in float32, numbers in float8_e4m3fn
 //
-// each rounded once. Nothing is fused, so that all instructions give the same bits.
+// Each weight is rounded once. No multiply and add are fused, so that all instruction sets give the
+// same bits.
 
 #include <algorithm>
 
@@ -48,7 +49,8 @@ INLINED void unpack_ints(const PackedType& type, const Span& span, bf16* out) {
     }
 }
 
-// Four bits of exponent above 7, three of mantissa; all ones are NaN, and there is no infinity.
+// float8_e4m3fn: four bits of exponent with bias 7, three of mantissa; all ones are NaN, and there
+// is no infinity.
 INLINED float fp8(std::uint32_t code) {
     const std::uint32_t sign = (code & 0x80) << 24, size = code & 0x7f;
     const float normal = from_bits((size << 20) + 0x3c000000);
@@ -85,7 +87,7 @@ void fp8_blocks(int variant, const PackedType& type, const Span& span, bf16* out
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// Groups that have to be made plainly one by one.
+// Unpacks groups one by one in plain C++.
 template <Form form>
 void ints_by_vectors(int variant, const PackedType& type, const Span& span, bf16* out) {
     const long group = type.group(), count = span.length >> type.log_group;

@@ -1,11 +1,12 @@
-// Integers in groups and FP8 by blocks to bfloat16 by AVX-512 with bfloat16: the bits of
+// Unpacks grouped integers and blockwise FP8 to bfloat16 by AVX-512 with bfloat16, to the bits of
 // sectioned_unpack.cpp.
 //
-// A group of four bits has but 16 weights, which are made and rounded once: a table in one register
-// that vpermw looks 32 codes up in, by their lowest five bits, so it has each weight twice.
+// A group of four bits has only 16 possible weights. They are computed and rounded once, as a table
+// in one register in which vpermw looks up 32 codes. It takes an index's lowest five bits, so the
+// table has each weight twice.
 //
-// vcvtne2ps2bf16 takes numbers below 2^-126 for 0 and keeps what a NaN carries: a group whose scale
-// could lead there is left to the plain code.
+// vcvtne2ps2bf16 takes subnormal numbers for 0 and keeps a NaN's payload. A group whose scale could
+// lead to either is left to the plain code.
 
 #pragma once
 
@@ -25,7 +26,7 @@ using ggml::vectors::rounded;
 using ggml::vectors::sixteen;
 using ggml::vectors::table_of;
 
-// What a byte stands for, to be broadcast from memory, which takes no port.
+// Bytes as float32, to be broadcast from memory, which takes no port.
 struct Bytes {
     float numbers[256];
     constexpr Bytes() : numbers() {
@@ -34,14 +35,14 @@ struct Bytes {
 };
 inline constexpr Bytes BYTES;
 
-// The bits of a float32, but those of a float16 as they are.
+// Returns a scale's bits: a float16's as they are, others as a float32's.
 INLINED std::uint32_t scale_bits(ScaleType type, const std::uint8_t* from) {
     std::uint32_t bits = 0;
     std::memcpy(&bits, from, type == ScaleType::F32 ? 4 : 2);
     return type == ScaleType::BF16 ? bits << 16 : bits;
 }
 
-// Whether it is 0 or, in float32, neither below the normal numbers nor an infinity or NaN.
+// Returns true for a scale that is 0 or, in float32, a normal number.
 INLINED bool is_usual(ScaleType type, std::uint32_t bits) {
     if (type == ScaleType::F16) return (bits & 0x7c00) != 0x7c00;
     return (bits & 0x7fffffff) == 0 || (bits & 0x7f800000) - 0x00800000 < 0x7f000000;
@@ -53,8 +54,8 @@ AVX512_BF16 INLINED __m512 everywhere(ScaleType type, std::uint32_t bits) {
     return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(bits)));
 }
 
-// 32 codes of 16 bytes, the low half's first: at their own places are the even ones, 16 bits above
-// them the odd ones. Above each there may be other bits.
+// Spreads the 32 codes of 16 bytes to words in order, the low half of a byte first. Bits above a
+// code are arbitrary.
 AVX512_BF16 INLINED __m512i codes_of_4(const std::uint8_t* from) {
     const __m512i bytes = _mm512_cvtepu8_epi32(sixteen(from));
     return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
@@ -81,7 +82,7 @@ AVX512_BF16 INLINED void unpack_group(
     }
 }
 
-// Groups of integers up to one whose scale is not usual: answers how many.
+// Unpacks groups of integers up to the first whose scale is not usual. Returns their number.
 template <Form form>
 AVX512_BF16 long unpack_ints(const PackedType& type, const Span& span, bf16* out) {
     constexpr int HALF = form == Form::INTS_OF_4 ? 8 : 128;
@@ -97,8 +98,8 @@ AVX512_BF16 long unpack_ints(const PackedType& type, const Span& span, bf16* out
     return count;
 }
 
-// 32 numbers in FP8, sign-extended to words, times a scale of which 2^8 times as much is given: a
-// float16 of the same bits, its exponent's highest aside, is 2^-8 of such a number.
+// Multiplies 32 FP8 numbers, sign-extended to words, with a scale, of which `scale` is 2^8 times as
+// much: an FP8 number's bits, moved to a float16's, make 2^-8 of it.
 AVX512_BF16 INLINED __m512i fp8_times(__m512i words, __m512 scale) {
     const __m512i sizes = _mm512_set1_epi16(0x3f80);
     const __m512i shifted = _mm512_slli_epi16(words, 7);
@@ -110,9 +111,11 @@ AVX512_BF16 INLINED __m512i fp8_times(__m512i words, __m512 scale) {
     return _mm512_mask_mov_epi16(both, is_nan, _mm512_set1_epi16(0x7fc0));
 }
 
-// Numbers of one block; false: not done, because of its scale.
+// Unpacks the numbers of one block. Returns false, and does nothing, if its scale needs the plain
+// code.
 AVX512_BF16 inline bool unpack_fp8(float scale, const std::uint8_t* codes, long length, bf16* out) {
-    // The least number is 2^-9, and 2^8 times a scale has to be finite.
+    // No product may be subnormal (the least FP8 number is 2^-9), and 2^8 times the scale must be
+    // finite.
     if (scale != 0 && !(std::abs(scale) >= 0x1p-117f && std::abs(scale) <= 0x1p100f)) return false;
     const __m512 times = _mm512_set1_ps(scale * 256);
     long i = 0;

@@ -1,9 +1,9 @@
-// Products of a few rows with weights that are unpacked on the way: some are unpacked into a core's
-// cache, multiplied with and forgotten. Weights are rounded once to bfloat16 and sums are those of
-// products.hpp, so the bits are the same as if a matrix had been unpacked.
+// Products of a few rows with weights that are unpacked on the way: a part is unpacked into a
+// core's cache, multiplied and discarded. Weights are rounded once to bfloat16 and sums are those
+// of products.hpp, so the bits are those of a matrix that was unpacked before.
 //
-// `Rows` are a matrix's: `unpack(row, num_rows, k, length, out, stride)` writes so many elements of
-// some, from `k` on, a multiple of 256, to rows that are `stride` numbers apart.
+// `Rows` are a matrix's rows: `unpack(row, num_rows, k, length, out, stride)` writes `length`
+// elements from `k` on, a multiple of 256, of `num_rows` rows to rows `stride` elements apart.
 
 #pragma once
 
@@ -12,12 +12,12 @@
 
 namespace lowtide {
 
-constexpr long TILE_ROWS = 16;  // of weights
+constexpr long TILE_ROWS = 16;  // rows of weights
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// For `Amx::run`. A product of tiles takes longer to answer than to begin, so what is unpacked
-// meanwhile is a part of the next chunk: of the same 16 rows, or of the next.
+// The weights of `Amx::run`. A tile product has a latency far above its throughput, so meanwhile a
+// part of the next chunk is unpacked, of the same 16 rows or of the next 16.
 template <class Rows>
 class UnpackedTiles {
    public:
@@ -35,13 +35,13 @@ class UnpackedTiles {
     }
 
    private:
-    static constexpr long CHUNK = 256;  // of 16 rows 8 KiB: two are in the first cache
+    static constexpr long CHUNK = 256;  // of 16 rows 8 KiB: two fit in the first cache
 
     struct Place {
         long first, k;
     };
 
-    // The chunk at `place` is read from now on, and the one after it unpacked.
+    // Makes the chunk at `place` the one that is read, and begins to unpack the chunk after it.
     INLINED void enter(const Place& place) {
         if (place.first + place.k > 0) current_ = 1 - current_;
         const bool is_last = place.k + CHUNK >= num_k_;
@@ -50,7 +50,7 @@ class UnpackedTiles {
         rows_of_step_ = (TILE_ROWS + num_steps - 1) / num_steps, next_row_ = 0;
     }
 
-    // Rows `row` to before row + count of the 16. What lies beyond one, as far as tiles reach, is 0.
+    // Unpacks rows [row, row + count) of the 16, each padded with 0 to whole tiles.
     INLINED void unpack(const Place& place, long row, long count, bf16* chunk) {
         const long end = std::min({row + count, TILE_ROWS, num_outs_ - place.first});
         if (end <= row) return;
@@ -70,7 +70,7 @@ class UnpackedTiles {
 
 #endif
 
-// The tiles of products.cpp, with 16 rows of weights at a time.
+// Unpacks and multiplies 16 rows of weights at a time, by `multiply` of products.cpp.
 template <class Rows>
 void multiply_rows(int variant, const Product<bf16>& p, Rows rows) {
     thread_local std::vector<bf16> unpacked;
@@ -86,7 +86,7 @@ void multiply_rows(int variant, const Product<bf16>& p, Rows rows) {
     }
 }
 
-// With the bits of these rows rounded to bfloat16.
+// Multiplies with `rows`, each weight rounded to bfloat16.
 template <class Rows>
 void multiply_unpacked(int variant, const Product<bf16>& p, const Rows& rows) {
 #if defined(HAS_DOT_PRODUCTS)

@@ -1,9 +1,9 @@
-// Numbers of packed blocks in registers of 32 bytes, in the order of their weights: for products of
-// rows in int8 without AVX-512 (int8_avx2.hpp).
+// Unpacks the integers of packed blocks to registers of 32 bytes, in the order of the weights, for
+// products of int8 rows without AVX-512 (int8_avx2.hpp). Each type has
 //
-//     ZERO       that numbers stand above themselves by
-//     KIND       what a product may take for granted of them
-//     unpack(b)  a block's, 32 to a register
+//     ZERO       the integer that is stored for 0
+//     KIND       the range of the stored integers
+//     unpack(b)  a block's integers, 32 to a register
 
 #pragma once
 
@@ -19,8 +19,8 @@ namespace avx2 {
 
 using ggml::u8;
 
-// SMALL: without a sign, and so small that two products fit into 16 bits. SIGNED: bytes with a sign.
-// WIDE: without a sign, and any.
+// SMALL: unsigned, and so small that the sum of two products fits into 16 bits. SIGNED: signed
+// bytes. WIDE: unsigned, any byte.
 enum Kind { SMALL, SIGNED, WIDE };
 
 AVX2_F16C INLINED __m256i bytes_of(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
@@ -29,7 +29,7 @@ AVX2_F16C INLINED __m256i thirty_two(const u8* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
-// Bits that begin at `from` in each byte, of which `mask` has as many, to where it has them.
+// Moves a field of each byte from bit `from` to bit `to`; `mask` covers the moved field.
 AVX2_F16C INLINED __m256i field(__m256i bytes, int from, int to, int mask) {
     const __m256i moved =
         to >= from ? _mm256_slli_epi16(bytes, to - from) : _mm256_srli_epi16(bytes, from - to);
@@ -40,20 +40,20 @@ AVX2_F16C INLINED __m256i low_halves(__m256i bytes) { return field(bytes, 0, 0, 
 
 AVX2_F16C INLINED __m256i high_halves(__m256i bytes) { return field(bytes, 4, 0, 15); }
 
-// The low halves of 16 bytes, then the high ones.
+// Returns the low halves of 16 bytes, then the high halves.
 AVX2_F16C INLINED __m256i nibbles(const u8* q) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
     return low_halves(_mm256_inserti128_si256(
         _mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1));
 }
 
-// 32 fifth bits, then 16 bytes of the others.
+// Unpacks 32 numbers of five bits: their fifth bits, then 16 bytes of lower halves.
 AVX2_F16C INLINED __m256i five_bits(const u8* h) {
     const __m256i is_set = ggml::bytes_of_bits(ggml::number_at<std::uint32_t>(h));
     return _mm256_or_si256(nibbles(h + 4), _mm256_and_si256(is_set, bytes_of(16)));
 }
 
-// Numbers of four bits as the values of a table.
+// Looks up numbers of four bits in a table.
 AVX2_F16C INLINED __m256i looked_up(const float (&values)[16], __m256i numbers) {
     alignas(16) std::int8_t table[16];
     for (int i = 0; i < 16; ++i) table[i] = static_cast<std::int8_t>(values[i]);
@@ -67,7 +67,7 @@ struct NumberForm {
     static constexpr Kind KIND = kind;
 };
 
-// Where a type has a grid; all others have their own.
+// For types with a grid; each other type has a specialisation.
 template <class Type>
 struct Numbers : NumberForm<0, SIGNED> {
     static_assert(ggml::HAS_GRID<Type>);

@@ -1,10 +1,10 @@
-// Products of rows in int8 by registers of 32 numbers, for processors without AVX-512 and, on
-// all, for types with a grid: sixteen groups of weights are unpacked once for up to `MOST_ROUNDED`
-// rows, which lie in their own order.
+// Products of int8 rows by registers of 32 numbers: for processors without AVX-512, and on all for
+// types with a grid. Sixteen groups of weights are unpacked once for up to `MOST_ROUNDED` rows,
+// whose codes are in their own order.
 //
-// AVX-VNNI adds four products of bytes in one instruction, AVX2 in two or three: integers, so that
-// the bits are the same. What differs is inline assembler, since a function can be compiled for
-// AVX-VNNI only where all that it inlines is.
+// AVX-VNNI adds four products of bytes in one instruction, AVX2 in two or three. They are integers,
+// so the bits are the same. VNNI's instruction is inline assembler: otherwise all inlined functions
+// would have to be compiled for AVX-VNNI, too.
 
 #pragma once
 
@@ -19,7 +19,7 @@
 namespace lowtide {
 namespace avx2 {
 
-// `sums` and the products of 32 numbers, four added to each.
+// Adds the products of 32 numbers to eight sums, four to each, by AVX2.
 struct Pairs {
     template <Kind kind>
     AVX2_F16C static INLINED __m256i added(__m256i sums, __m256i w, __m256i x) {
@@ -44,7 +44,7 @@ struct Pairs {
 
 #if defined(HAS_DOT_PRODUCTS)
 
-// is_short: as processors with AVX-VNNI have it; else as those with VNNI of AVX-512.
+// The same by VNNI. is_short: in AVX-VNNI's encoding, otherwise in that of AVX-512's VNNI.
 template <bool is_short>
 struct Fours {
     template <Kind kind>
@@ -67,17 +67,17 @@ AVX2_F16C INLINED __m256i sums_of_eight(const __m256i (&of)[8]) {
         _mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-// The dots of registers with two groups each.
+// Returns the dots of eight groups from four registers with the sums of two groups each.
 AVX2_F16C INLINED __m256i sums_of_four(const __m256i (&of)[4]) {
     const __m256i both = _mm256_hadd_epi32(
         _mm256_hadd_epi32(of[0], of[1]), _mm256_hadd_epi32(of[2], of[3]));
     return _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-// The dots of eight groups.
+// Returns the dot products of eight groups.
 template <class Type, class Sums>
 AVX2_F16C INLINED __m256i dots_of_eight(const __m256i* numbers, const std::int8_t* codes) {
-    constexpr int OF_GROUP = Type::GROUP > 32 ? Type::GROUP / 32 : 1;  // registers
+    constexpr int OF_GROUP = Type::GROUP > 32 ? Type::GROUP / 32 : 1;  // registers of a group
     constexpr int COUNT = Type::GROUP < 32 ? 4 : 8;
     __m256i sums[COUNT];
     UNROLLED for (int i = 0; i < COUNT; ++i) {
@@ -91,7 +91,7 @@ AVX2_F16C INLINED __m256i dots_of_eight(const __m256i* numbers, const std::int8_
     else return sums_of_four(sums);
 }
 
-// Sixteen groups of a row of weights; those that the row has not are 0.
+// Sixteen groups of a row of weights. Groups beyond the row's end are 0.
 template <class Type>
 struct Sixteen {
     static constexpr long NUM_REGISTERS = NUMBERS<Type> / 32, NUM_BLOCKS = NUMBERS<Type> / Type::SIZE;
@@ -132,7 +132,7 @@ struct Sixteen {
         }
     }
 
-    // float16 numbers that lie so many bytes apart; is_minus: with the other sign.
+    // Widens float16 numbers `distance` bytes apart. is_minus: negates them.
     template <long distance>
     AVX2_F16C static INLINED void widen_halves(
         const u8* from, long count, bool is_minus, float* out
@@ -149,7 +149,7 @@ struct Sixteen {
     }
 };
 
-// To the partial sums of an output what sixteen groups of weights make with those of a row.
+// Adds the terms of sixteen groups of weights with a row of x to the partial sums of an output.
 template <class Type, class Sums>
 AVX2_F16C INLINED void add_terms(
     const Sixteen<Type>& w, const RoundedGroups<Type>& x, __m256 (&sums)[2]
@@ -171,7 +171,7 @@ AVX2_F16C INLINED void add_terms(
     }
 }
 
-// p.num_rows: `MOST_ROUNDED` at most.
+// p.num_rows: at most `MOST_ROUNDED`.
 template <class Type, class Sums>
 AVX2_F16C void multiply(const RoundedProduct& p) {
     const long num_blocks = (p.num_k + Type::SIZE - 1) / Type::SIZE;
@@ -197,7 +197,7 @@ AVX2_F16C void multiply(const RoundedProduct& p) {
 
 }  // namespace avx2
 
-// In the best way of a variant.
+// Multiplies with the best instructions of a variant.
 template <class Type>
 void multiply_by_avx2(int variant, const RoundedProduct& p) {
 #if defined(HAS_DOT_PRODUCTS)

@@ -8,22 +8,24 @@ namespace lowtide {
 
 namespace {
 
-// Where what a group makes is added: to `from`, and to the sums from `level` - 1 down to `to`, where
-// all of it goes.
+// One step of the summation: a group's term is added to sum `from`; the result is added to the sums
+// from `level` - 1 down to `to`, and stored in `to`.
 struct GroupTurn {
     long group;
     int from, level, to;
 };
 
-// Partial sums that are kept; those whose groups are not all through, zeros, and those of no row.
+// Indices of stored sums: complete partial sums by level, the partial sum under way, zeros, and a
+// sum that is discarded.
 enum { SUM_LEVELS = 4, OWN_SUMS = SUM_LEVELS, NO_SUMS, LOST_SUMS, NUM_SUMS };
 
-// A row's groups in the order of the tree over partial sums: lane i and i + 8 first, and so on.
+// A row's groups in the order in which the tree adds partial sums: lanes i and i + 8 first, and so
+// on.
 class GroupTurns {
    public:
     explicit GroupTurns(long num_groups) : num_groups_(num_groups) { add(0, 1); }
 
-    // A thread's, which are made where they are others than before.
+    // Returns the thread's own turns; computes them if `num_groups` has changed.
     static const GroupTurns& of(long num_groups) {
         thread_local GroupTurns kept(num_groups);
         if (kept.num_groups_ != num_groups) kept = GroupTurns(num_groups);
@@ -34,7 +36,8 @@ class GroupTurns {
     const GroupTurn& operator[](long number) const { return turns_[number]; }
 
    private:
-    // Adds the lanes i, i + step, i + 2 step and so on. Lanes without a group would add nothing.
+    // Adds lanes `lane`, `lane` + step, ... of the tree. Lanes without a group are left out: they
+    // are 0.
     void add(long lane, long step) {
         if (step == SUMS) return add_lane(lane);
         add(lane, 2 * step);
@@ -54,13 +57,13 @@ class GroupTurns {
     std::vector<GroupTurn> turns_;
 };
 
-// `halves` of up to 16 rows of x each, with `OUTS` rows of weights.
+// Multiplies `halves` blocks of up to 16 rows of x with `OUTS` rows of weights.
 template <long group_size, bool has_offsets, int halves>
 class Columns {
    public:
     static constexpr int NUM = 16, OUTS = NUM / halves;
 
-    // first: of the rows of weights.
+    // first: the first row of weights.
     Columns(const UnpackedRows& w, const ManyRows& p, long first)
         : codes_(w.codes + first * group_size), scales_(w.scales + first * w.num_lanes()),
           offsets_(w.offsets + first * w.num_lanes()), num_lanes_(w.num_lanes()), p_(p), first_(first), turns_(GroupTurns::of(w.num_groups)) {
@@ -70,7 +73,7 @@ class Columns {
 
     VNNI void run() {
         const long count = turns_.size();
-        std::memset(dots_[1], 0, sizeof dots_[1]);  // which the first step adds to sums of no row
+        std::memset(dots_[1], 0, sizeof dots_[1]);  // added to the discarded sum
         GroupTurn before = {0, NO_SUMS, LOST_SUMS, LOST_SUMS};
         for (long number = 0; number < count; ++number) {
             step(turns_[number].group, before, number % 2);
@@ -86,7 +89,8 @@ class Columns {
     static constexpr int WORDS = static_cast<int>(group_size / 4), TURNS = NUM / WORDS;
     using Block = ColumnBlock<WORDS>;
 
-    // Multiplies a group, and adds what the one before made. parity: which `dots_` are the group's.
+    // Multiplies a group while the terms of the group before are added. parity: index of the
+    // group's `dots_`.
     VNNI INLINED void step(long group, const GroupTurn& before, long parity) {
         const std::uint8_t* const codes = codes_ + group * TILE * group_size;
         __m512i dots[NUM];
@@ -118,7 +122,7 @@ class Columns {
         }
     }
 
-    // Register `i` of a group's dots.
+    // Adds the terms of register `i` of a group's dots.
     VNNI INLINED void add(const GroupTurn& turn, long parity, int i) {
         const Block& x = block(i, turn.group);
         const long lane = turn.group % SUMS, end = i / halves * num_lanes_ + turn.group;

@@ -1,7 +1,7 @@
-// Products of a few rows in int8 by VNNI: partial sums of all of them in registers while a row of
-// weights passes, and as many outputs as a register holds made at once.
+// Products of a few int8 rows by VNNI. Partial sums of all rows stay in registers while a row of
+// weights is read, and as many outputs as a register holds are completed at once.
 //
-// Where 8 groups or fewer are left of a row, those of two rows of weights are taken together.
+// If at most 8 groups are left at the end of a row, those of two rows of weights share a register.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace lowtide {
 
 constexpr long MOST_FEW_ROWS = 8;
 
-// What sixteen groups of weights make with those of a row.
+// Returns the terms of sixteen groups of weights with a row of x.
 template <class Type>
 VNNI INLINED __m512 terms(const ggml::Sixteen<Type>& groups, const RoundedGroups<Type>& x) {
     const __m512i starts =
@@ -28,7 +28,7 @@ VNNI INLINED __m512 terms(const ggml::Sixteen<Type>& groups, const RoundedGroups
     return _mm512_mul_ps(term, _mm512_load_ps(x.steps));
 }
 
-// Up to `rows` rows of x with all rows of weights. asks: for those that come next (`Ahead`).
+// Multiplies up to `rows` rows of x with all rows of weights. asks: prefetches by `Ahead`.
 template <class Type, int rows, bool asks>
 class FewRoundedRows {
    public:
@@ -37,7 +37,7 @@ class FewRoundedRows {
           num_whole_(p.num_k / NUMBERS<Type>),
           num_left_((p.num_k + Type::GROUP - 1) / Type::GROUP - num_whole_ * SUMS),
           end_(p.w + p.num_outs * row_bytes_), ahead_(p.w, p.num_outs * row_bytes_, p.next) {
-        // Where there are fewer, the last again.
+        // Missing rows are the last one again; their outputs are not stored.
         for (long r = 0; r < rows; ++r) x_[r] = p.row<Type>(std::min(r, p.num_rows - 1));
     }
 
@@ -51,7 +51,7 @@ class FewRoundedRows {
     }
 
    private:
-    // A register has the outputs of a tile.
+    // The outputs of a tile fill a register.
     static constexpr int OUTS = rows <= 2 ? 16 / rows : rows <= 4 ? 4 : 2;
 
     template <int outs>
@@ -75,7 +75,7 @@ class FewRoundedRows {
 
     WeightRow<Type> row(long out) const { return {p_.w + out * row_bytes_, p_.num_k}; }
 
-    // Eight partial sums for each of the weights' rows `out` and out + 1, side by side.
+    // Computes eight partial sums of each of the weights' rows `out` and `out` + 1, side by side.
     VNNI NOT_INLINED void sum_two(long out, __m512 (&sums)[rows]) {
         const WeightRow<Type> first = row(out), second = row(out + 1);
         __m512 of[2][rows];
@@ -114,7 +114,7 @@ class FewRoundedRows {
             sums[r] = _mm512_mask_add_ps(sums[r], own, sums[r], terms(groups, x_[r][num_whole_]));
     }
 
-    // To sums that are side by side.
+    // Adds the last groups of two rows of weights to sums that are side by side.
     VNNI INLINED void add_last_of_two(
         const WeightRow<Type>& first, const WeightRow<Type>& second, __m512 (&sums)[rows]
     ) const {
@@ -131,7 +131,7 @@ class FewRoundedRows {
     Ahead ahead_;
 };
 
-// Up to `MOST_FEW_ROWS`.
+// Multiplies up to `MOST_FEW_ROWS` rows.
 template <class Type>
 VNNI void multiply_few_rows(int variant, const RoundedProduct& p) {
     if (reads_in_order(variant, p.num_rows)) return FewRoundedRows<Type, 1, false>(p).run();
@@ -142,7 +142,7 @@ VNNI void multiply_few_rows(int variant, const RoundedProduct& p) {
     FewRoundedRows<Type, 8, true>(p).run();
 }
 
-// By eights or fewer, as many each.
+// Multiplies any number of rows, in equal parts of at most `MOST_FEW_ROWS`.
 template <class Type>
 VNNI void multiply_by_few_rows(int variant, const RoundedProduct& p) {
     const long count = (p.num_rows + MOST_FEW_ROWS - 1) / MOST_FEW_ROWS;

@@ -1,14 +1,13 @@
-// Products of many rows in int8, with weights of any type: some rows of weights are unpacked to bytes
-// in their own order, scales and offsets to float32, once for all rows of x; these lie side by side,
-// sixteen at a time, so that sums of each group are complete in their lane.
+// Products of many int8 rows with weights of any type. Some rows of weights are unpacked once for
+// all rows of x: codes to bytes in their own order, scales and offsets to float32. Rows of x lie
+// side by side, sixteen at a time, so that each lane holds a whole sum of a group.
 //
-// Four codes of a row of weights are broadcast and multiplied with those of all rows of x; sixteen
-// registers have the dots of a group of 16 rows of weights, or with 32 rows of x of eight. While a
-// group is multiplied the one before is scaled and added: both have units of the processor of their
-// own.
+// Four codes of a row of weights are broadcast and multiplied with those of all rows of x. Sixteen
+// registers hold the dots of a group of 16 rows of weights, or with 32 rows of x of 8. While a
+// group is multiplied, the one before is scaled and added: the two use different execution units.
 //
-// Partial sums are those of int8_products.hpp, and added in the same tree; groups come in such an
-// order that of 16 partial sums five at most are kept.
+// Partial sums are those of int8_products.hpp, added in the same tree. Groups come in an order in
+// which at most five of the 16 partial sums exist at a time.
 
 #pragma once
 
@@ -19,7 +18,8 @@
 
 namespace lowtide {
 
-// Which rows of x a product is of: the `chunk`-th 16 that the present inputs have, by a number.
+// Names 16 rows of x for the cache of columns: `number` identifies their contents, `chunk` their
+// place.
 struct Chunk {
     std::uint64_t number;
     std::size_t chunk;
@@ -29,7 +29,7 @@ struct Chunk {
 
 constexpr long COLUMNS = 16;  // rows of x side by side
 
-// Sixteen groups, of `words` words of four codes, of sixteen rows; rows that there are not are 0.
+// Sixteen groups of `words` words of four codes, of sixteen rows of x. Missing rows are 0.
 template <long words>
 struct alignas(64) ColumnBlock {
     std::int32_t codes[SUMS][words][COLUMNS];
@@ -37,39 +37,39 @@ struct alignas(64) ColumnBlock {
     float steps[SUMS][COLUMNS], sums[SUMS][COLUMNS];
 };
 
-// Sixteen rows of weights, unpacked: a group of each of them, then the next group.
+// Sixteen unpacked rows of weights: the first group of each, then the second of each, and so on.
 struct UnpackedRows {
     const std::uint8_t* codes;
-    const float *scales, *offsets;  // of all groups of a row, padded to sixteens
+    const float *scales, *offsets;  // row by row, each padded to a multiple of 16 groups
     long num_groups;
 
     long num_lanes() const { return (num_groups + SUMS - 1) / SUMS * SUMS; }
 };
 
-// What many rows are multiplied with, once weights are unpacked.
+// Operands and outputs of a product of many rows, except the unpacked weights.
 struct ManyRows {
-    long num_rows;  // of x: 32 at most, or with tiles 16
+    long num_rows;  // of x: at most 32, with tiles 16
     const void* x[2];  // `ColumnBlock`s of 16 rows each
     const bf16* bias;  // or null
     bf16* out;
-    long out_stride, num_outs;  // 16 at most
-    const void* next;  // rows of weights that come next, as many, or null
-    long next_bytes;  // of each
+    long out_stride, num_outs;  // num_outs: at most 16
+    const void* next;  // the next rows of weights, to prefetch, or null
+    long next_bytes;  // of each of these rows
 };
 
-// By registers, and by tiles of AMX: see int8_tiles.hpp. In int8_columns.cpp.
+// Multiply by vector registers (int8_columns.cpp), and by tiles of AMX (int8_tiles.hpp).
 template <long group, bool has_offsets>
 void multiply_columns(const UnpackedRows& w, const ManyRows& p);
 template <long group, bool has_offsets>
 void multiply_tiles(const UnpackedRows& w, const ManyRows& p);
 
-// A row's sixteen groups, whose codes are in the order of `Sixteen`, to column `row`.
+// Copies sixteen groups of a row of x, with codes in the order of `Sixteen`, to column `row`.
 template <class Type>
 void put_column(const RoundedGroups<Type>& from, long row, ColumnBlock<Type::GROUP / 4>& to) {
     static constexpr WordOrder<Type> ORDER;
     constexpr long NUM_WORDS = Type::GROUP / 4;
     for (long place = 0; place < SUMS * NUM_WORDS; ++place) {
-        // As far as one half at a time is put in order, both halves have one order.
+        // Where codes are ordered by halves, both halves have the same order.
         const long word = ORDER.words[place];
         std::memcpy(&to.codes[word / NUM_WORDS][word % NUM_WORDS][row], from.codes + 4 * place, 4);
     }
@@ -80,8 +80,8 @@ void put_column(const RoundedGroups<Type>& from, long row, ColumnBlock<Type::GRO
     }
 }
 
-// Up to 16 rows as columns, made once by each thread for all of its products with the same: up to
-// 256 rows of a call's, which stay with the thread.
+// Returns up to 16 rows of x as columns. Each thread makes them once for all of its products with
+// the same rows, and keeps those of up to 256 rows of a call.
 template <class Type>
 const void* columns_of(const RoundedProduct& p, long first, const Chunk& chunk) {
     using Block = ColumnBlock<Type::GROUP / 4>;
@@ -103,7 +103,7 @@ const void* columns_of(const RoundedProduct& p, long first, const Chunk& chunk) 
     return of.lines.data();
 }
 
-// A thread's own memory for sixteen rows of weights.
+// A thread's own buffers for sixteen unpacked rows of weights.
 class UnpackedMemory {
    public:
     static UnpackedMemory& own(long num_codes, long num_lanes) {
@@ -124,7 +124,7 @@ class UnpackedMemory {
     std::vector<float> scales_, offsets_;
 };
 
-// Groups' codes in their own order, each `TILE` times its length behind the one before.
+// Writes groups' codes in their own order, each group `TILE` group lengths behind the one before.
 template <class Type>
 VNNI INLINED void codes_in_order(const ggml::Sixteen<Type>& groups, std::uint8_t* out) {
     static constexpr WordOrder<Type> ORDER;
@@ -136,7 +136,7 @@ VNNI INLINED void codes_in_order(const ggml::Sixteen<Type>& groups, std::uint8_t
         std::memcpy(out + g * TILE * Type::GROUP, in_order + g * Type::GROUP, Type::GROUP);
 }
 
-// Bytes' low halves, then their high ones.
+// Returns the low halves of 16 bytes, then the high halves.
 VNNI INLINED __m256i halves_of_16(const std::uint8_t* from) {
     const __m128i bytes = ggml::sixteen_bytes(from);
     const __m256i both = _mm256_inserti128_si256(
@@ -153,7 +153,8 @@ VNNI INLINED void store_32(std::uint8_t* out, __m256i codes) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), codes);
 }
 
-// The same of `left` groups of a row, or of sixteen: simply, where they lie nearly so.
+// Does the same for the next groups of a row, sixteen or `left`. Types that store codes nearly in
+// order have shorter code than `codes_in_order`.
 template <class Type>
 VNNI INLINED void unpack_codes(
     const WeightRow<Type>& row, long number, long left, const ggml::Sixteen<Type>& groups,
@@ -188,7 +189,7 @@ VNNI INLINED void unpack_codes(
     }
 }
 
-// All of a row of weights.
+// Unpacks a whole row of weights.
 template <class Type>
 VNNI INLINED void unpack_row(
     const WeightRow<Type>& row, long num_groups, const std::uint8_t* end, std::uint8_t* codes,
@@ -228,18 +229,19 @@ VNNI NOT_INLINED UnpackedRows unpack_some(const RoundedProduct& p, long first, l
     return out;
 }
 
-// Rows from which on they are faster so than by the groups of each; of 16 more beside the first; by
-// tiles, which take as long however few rows they are of.
+// Fewest rows for which columns are faster than `multiply_few_rows`: alone, in a second block of
+// 16, and by tiles, whose time does not depend on the number of rows.
 constexpr long FEWEST_COLUMNS = 13, FEWEST_MORE_COLUMNS = 5, FEWEST_TILED = 8;
 
-// How many of so many rows are multiplied with at a time; 0: they are few.
+// Returns how many of `num_rows` rows the next product of columns takes; 0 if they are too few.
 inline long num_together(int variant, long num_rows) {
     if (variant == INT8_AMX) return num_rows >= FEWEST_TILED ? std::min(num_rows, COLUMNS) : 0;
     if (num_rows >= COLUMNS + FEWEST_MORE_COLUMNS) return std::min(num_rows, 2 * COLUMNS);
     return num_rows >= FEWEST_COLUMNS ? std::min(num_rows, COLUMNS) : 0;
 }
 
-// As many rows of x as are not few; answers how many. chunk: of the first 16.
+// Multiplies as many rows of x as columns are worth it for, and returns their number. chunk: names
+// the first 16.
 template <class Type>
 long multiply_many_rows(int variant, const RoundedProduct& p, const Chunk& chunk) {
     const long row_bytes = WeightRow<Type>::bytes(p.num_k);
@@ -256,7 +258,7 @@ long multiply_many_rows(int variant, const RoundedProduct& p, const Chunk& chunk
                 p.out + row * p.out_stride + first, p.out_stride, num_outs,
                 next, row_bytes,
             };
-            next = nullptr;  // asked for once
+            next = nullptr;  // prefetched once
             for (long half = 0; half * COLUMNS < count; ++half) {
                 const auto which = static_cast<std::size_t>(row / COLUMNS + half);
                 some.x[half] = columns_of<Type>(

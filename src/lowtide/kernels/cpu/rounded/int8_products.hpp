@@ -1,16 +1,16 @@
-// Products of rows in codes of int8 with packed weights: kernels/int8_rows.py has the formula, and the
-// order of its sums.
+// Products of rows rounded to int8 with packed weights. kernels/int8_rows.py defines the formula
+// and the order of its sums:
 //
 //     out[r, o] = sum over groups of step * (scale * dot - offset * sum) (+ bias[o])
 //
-// dot is an integer, so however it is found the bits are the same:
+// dot is an integer, so every way to compute it gives the same bits:
 //
-// - plain: block by block, here.
+// - plain C++: block by block, here.
 // - AVX2, AVX-VNNI: sixteen groups at a time, 32 numbers to a register (int8_avx2.hpp).
-// - VNNI: sixteen groups at a time, each in a lane of its own (ggml_words.hpp), unpacked once for
-//   all of a few rows; rows' codes are put into that order as they are rounded (int8_few_rows.hpp).
-// - many rows: weights are unpacked once for all of them, whatever their type, and multiplied with
-//   by rows of x side by side (int8_many_rows.hpp) or by tiles of AMX (int8_tiles.hpp).
+// - VNNI: sixteen groups at a time, each in a lane of its own (ggml_words.hpp), unpacked once for a
+//   few rows of x, whose codes are brought into that order as they are rounded (int8_few_rows.hpp).
+// - many rows: weights of any type are unpacked once for all of them; rows of x lie side by side
+//   (int8_many_rows.hpp) or in tiles of AMX (int8_tiles.hpp).
 
 #pragma once
 
@@ -20,11 +20,11 @@
 
 namespace lowtide {
 
-// Sixteen groups of a row, in some order.
+// Sixteen groups of a rounded row, in the order of the code that multiplies them.
 template <class Type>
 struct alignas(64) RoundedGroups {
     std::int8_t codes[NUMBERS<Type>];
-    std::int32_t starts[SUMS];  // minus the zero, times a group's codes
+    std::int32_t starts[SUMS];  // minus the stored zero times the sum of a group's codes
     float sums[SUMS], steps[SUMS];  // sums: of a group's codes
 };
 
@@ -48,7 +48,7 @@ struct RoundedProduct {
         return reinterpret_cast<const RoundedGroups<Type>*>(x + r * row_lines);
     }
 
-    // `count` rows from `first` on.
+    // Returns the product of `count` rows of x from `first` on.
     RoundedProduct rows(long first, long count) const {
         RoundedProduct some = *this;
         some.x += first * row_lines, some.num_rows = count, some.out += first * out_stride;
@@ -56,7 +56,7 @@ struct RoundedProduct {
     }
 };
 
-// A row, in its own order.
+// Rounds a row; its codes stay in their own order.
 template <class Type>
 INLINED void round_row_plainly(const bf16* x, long num_k, Line* out) {
     constexpr long SIZE = Type::GROUP, OF_ROW = ROW_GROUP<Type>;
@@ -75,7 +75,7 @@ INLINED void round_row_plainly(const bf16* x, long num_k, Line* out) {
     }
 }
 
-// p.num_rows: `MOST_ROUNDED` at most.
+// p.num_rows: at most `MOST_ROUNDED`.
 template <class Type>
 INLINED void multiply_plainly(const RoundedProduct& p) {
     constexpr long NUM_GROUPS = Type::SIZE / Type::GROUP;
@@ -113,8 +113,8 @@ INLINED void multiply_plainly(const RoundedProduct& p) {
 
 #ifdef HAS_VNNI
 
-// By place: which word of four codes, all groups' one after the other, lanes have; and the other way
-// round.
+// words: for each place in registers, the number of its word of four codes, counted over all groups
+// in order. places: the inverse.
 template <class Type>
 struct WordOrder {
     static constexpr int NUM_WORDS = ggml::Sixteen<Type>::NUM_WORDS;
@@ -149,7 +149,7 @@ constexpr Lanes lanes_of_groups() {
     return lanes;
 }
 
-// Numbers of lanes, in the order of their groups.
+// Brings the values of lanes into the order of their groups.
 template <class Type>
 VNNI INLINED __m512 in_order(__m512 lanes) {
     static constexpr Lanes LANES = lanes_of_groups<Type>();
@@ -157,8 +157,8 @@ VNNI INLINED __m512 in_order(__m512 lanes) {
     return _mm512_permutexvar_ps(_mm512_load_si512(LANES.of), lanes);
 }
 
-// Rounds sixteen groups. Where there are fewer, the others are as if they were 0; up to eight groups
-// are there twice: the last of two rows of weights are taken together.
+// Rounds sixteen groups. Missing groups are 0; at most eight groups are written twice, for the last
+// groups of two rows of weights that share a register.
 template <class Type>
 VNNI INLINED void round_sixteen(const bf16* x, long length, RoundedGroups<Type>& out) {
     static constexpr WordOrder<Type> ORDER;
@@ -177,7 +177,7 @@ VNNI INLINED void round_sixteen(const bf16* x, long length, RoundedGroups<Type>&
     for (long first = 0; first < SIZE; first += AT_ONCE)
         put_in_order<AT_ONCE / 64>(codes + first, ORDER.words + first / 4, out.codes + first);
     const __m512i row_groups = _mm512_srli_epi32(
-        _mm512_load_si512(GROUPS.of), Type::GROUP < OF_ROW);  // a group of the row may have two
+        _mm512_load_si512(GROUPS.of), Type::GROUP < OF_ROW);  // two may share a step
     _mm512_store_ps(out.steps, _mm512_permutexvar_ps(row_groups, steps));
     ggml::Sixteen<Type> ones;
     for (auto& each : ones.of) each = ggml::bytes_of(1);
@@ -187,7 +187,7 @@ VNNI INLINED void round_sixteen(const bf16* x, long length, RoundedGroups<Type>&
         out.starts, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-ggml::Sixteen<Type>::ZERO)));
 }
 
-// As `round_row_plainly`, in the order of `Sixteen`.
+// Rounds a row to codes in the order of `Sixteen`.
 template <class Type>
 VNNI void round_row(const bf16* x, long num_k, Line* out) {
     auto* to = reinterpret_cast<RoundedGroups<Type>*>(out);

@@ -18,17 +18,16 @@ extern "C" int lowtide_has_avx_vnni();  // of processor.cpp
 
 namespace lowtide {
 
-// Whether weights are read in order, and nothing is asked for: what processors without AMX do by
-// themselves with one stream is best, and with more rows than one computing takes longer
-// (docs/log).
+// Returns true if weights are read in order without prefetching. For one stream the prefetchers of
+// processors without AMX do best; with more rows than one, computing takes longer (docs/log).
 inline bool reads_in_order(int variant, long num_rows) {
     static const bool has_amx = lowtide_best_variant() == WITH_AMX;
     return variant == INT8_VNNI && num_rows == 1 && !has_amx;
 }
 
-// Bytes of a matrix that a thread multiplies with at a time: a stream takes a while to begin, so
-// pieces of one row are long, as far as every thread has one. (Where int8_few_rows.hpp takes rows of
-// weights by twos, it asks for them all the same.)
+// Returns the bytes of a matrix that a thread takes at a time. A stream needs a while to start, so
+// pieces for one row are long, as long as every thread has one. (If int8_few_rows.hpp takes rows of
+// weights by twos, it prefetches in any case.)
 inline long piece_bytes_of(
     int variant, long usual, long share, const Group* groups, long num_groups
 ) {
@@ -38,11 +37,11 @@ inline long piece_bytes_of(
     return is_in_order ? std::clamp(share, usual, 2 * WORTH_BYTES) : usual;
 }
 
-// The codes of a group's first `length` numbers, 0 for the others: answers its step.
+// Rounds a group's first `length` numbers, takes the others for 0, and returns the step.
 template <long group>
 INLINED float round_group(const bf16* x, long length, std::int8_t* codes) {
-    constexpr bf16 INFINITE = 0x7f80;  // and from it on what is not a number
-    constexpr float SHIFT = 12582912.0f;  // what is added to it is rounded to integers
+    constexpr bf16 INFINITE = 0x7f80;  // greater bits are NaN
+    constexpr float SHIFT = 12582912.0f;  // adding it rounds to an integer
     bf16 own[group] = {};
     if (length == group) std::memcpy(own, x, group * sizeof(bf16));
     else std::memcpy(own, x, length * sizeof(bf16));
@@ -63,20 +62,20 @@ INLINED float round_group(const bf16* x, long length, std::int8_t* codes) {
     return widen(largest) / 127.0f;
 }
 
-// Codes of rounded rows, in the order in which a type's products take them.
+// 64 bytes of a rounded row, whose layout is that of a type's products.
 struct alignas(64) Line {
     std::uint8_t bytes[64];
 };
 
-// Rows of groups, each rounded once. Owns them.
+// Owns the rounded rows of a call's groups.
 class RoundedRows {
    public:
-    // round_row(x, lines) writes `num_lines` of a row.
+    // Rounds all rows. round_row(x, lines) writes the `num_lines` lines of one.
     template <class RoundRow>
     void take(
         int num_threads, const GroupRows& rows, long num_lines, const RoundRow& round_row
     ) {
-        constexpr long WORTH_NUMBERS = 1 << 15;  // less is rounded by one thread
+        constexpr long WORTH_NUMBERS = 1 << 15;  // fewer are rounded by one thread
         num_lines_ = num_lines;
         firsts_.clear();
         long num_rows = 0;
@@ -93,7 +92,7 @@ class RoundedRows {
         });
     }
 
-    // Row `row` of a group.
+    // Returns row `row` of a group.
     const Line* lines(long group, long row) const {
         return lines_.data() + (firsts_[group] + row) * num_lines_;
     }
@@ -102,13 +101,13 @@ class RoundedRows {
 
    private:
     std::vector<Line> lines_;
-    std::vector<long> firsts_;  // of each group its first row here
+    std::vector<long> firsts_;  // by group: the number of its first row here
     long num_lines_ = 0;
 };
 
 #ifdef HAS_VNNI
 
-// As `round_group`, of `count` groups at once, all of their numbers: answers their steps.
+// Rounds `count` whole groups, as `round_group` does one, and returns their steps.
 template <long group, int count>
 VNNI INLINED __m512 round_groups(const bf16* x, std::int8_t* codes) {
     const __m512i no_sign = _mm512_set1_epi16(0x7fff);
@@ -122,7 +121,7 @@ VNNI INLINED __m512 round_groups(const bf16* x, std::int8_t* codes) {
             _mm512_castsi512_si256(some), _mm512_extracti64x4_epi64(some, 1));
         const __m128i eight = _mm_max_epu16(
             _mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-        // There is an instruction for the least of eight alone.
+        // The only horizontal instruction finds the least of eight.
         const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)));
         sizes[g] = static_cast<std::uint16_t>(~_mm_cvtsi128_si32(least));
     }
@@ -154,7 +153,8 @@ VNNI INLINED __m512 round_groups(const bf16* x, std::int8_t* codes) {
         static_cast<__mmask16>(~is_number), _mm512_set1_ps(NAN));
 }
 
-// Puts the words of `count` registers of codes in order; `order`: where each is, of all.
+// Reorders the words of `count` registers of codes. order: each output word's place among the
+// inputs.
 template <int count>
 VNNI INLINED void put_in_order(
     const std::int8_t* codes, const std::uint8_t* order, std::int8_t* out

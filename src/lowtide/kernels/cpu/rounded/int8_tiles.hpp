@@ -1,11 +1,12 @@
-// Products of rows in int8 by AMX: 16 rows of weights, unpacked, with 16 rows of x.
+// Products of int8 rows by AMX: 16 unpacked rows of weights with 16 rows of x.
 //
-// A tile of weights is a group of 16 of their rows; with the same group of 16 rows of x it makes
-// their dots, so that only scales, offsets and steps are left to do for each of them, 16 rows of x in
-// a register. Sums are those of int8_products.hpp, in their order.
+// A tile of weights is one group of 16 rows. With the same group of 16 rows of x it gives their
+// dots; scales, offsets and steps are then applied to 16 rows of x in a register. Sums are those of
+// int8_products.hpp, in their order.
 //
-// A tile takes as long however few rows it is of: with fewer than `FEWEST_TILED` VNNI is as fast or
-// faster, from there on it depends on the weights' shape, and from 16 tiles are (docs/log).
+// A tile's time does not depend on its number of rows: below `FEWEST_TILED` rows VNNI is as fast or
+// faster, from 16 on tiles are faster, and between the two it depends on the weights' shape
+// (docs/log).
 
 #pragma once
 
@@ -41,7 +42,7 @@ class Int8Amx : Amx {
     Int8Amx(const UnpackedRows& w, const ManyRows& p)
         : w_(w), p_(p), x_(static_cast<const Block*>(p.x[0])) {}
 
-    // One group is multiplied with while the one before is added.
+    // Each group is multiplied while the terms of the group before are added.
     INT8_TILES INLINED void run() {
         for (long group = 0; group < w_.num_groups; ++group) {
             multiply(group);
@@ -54,7 +55,7 @@ class Int8Amx : Amx {
         store_tile_sums(p_, sums_[0][0], 0, p_.num_rows, 0, p_.num_outs);
     }
 
-    // The dots of a group.
+    // Computes the dots of a group.
     INT8_TILES INLINED void multiply(long group) {
         const Block& x = x_[group / SUMS];
         const long lane = group % SUMS;
@@ -92,7 +93,7 @@ class Int8Amx : Amx {
     const UnpackedRows& w_;
     const ManyRows& p_;
     const Block* const x_;
-    alignas(64) float sums_[SUMS][TILE][TILE] = {};  // partial sums of rows of weights and of x
+    alignas(64) float sums_[SUMS][TILE][TILE] = {};  // partial sums
     alignas(64) std::int32_t dots_[2][TILE][TILE];
 };
 

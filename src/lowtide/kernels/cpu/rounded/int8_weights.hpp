@@ -1,5 +1,5 @@
-// Rows of packed weights as products of rows in int8 take them, of every type alike: block by block,
-// and sixteen groups at a time.
+// Rows of packed weights of any type, as products of int8 rows read them: block by block, or
+// sixteen groups at a time.
 
 #pragma once
 
@@ -8,23 +8,23 @@
 
 namespace lowtide {
 
-constexpr long SUMS = 16;  // partial sums of an output, and groups that are taken at a time
+constexpr long SUMS = 16;  // partial sums of an output, and groups taken at a time
 
-// Numbers of a row that are rounded together.
+// Numbers of a row of x that share a step.
 template <class Type>
 constexpr long ROW_GROUP = Type::GROUP > 32 ? Type::GROUP : 32;
 
-// Whether what a group has beside a scale is added, not taken away.
+// True for q8 and q4, whose groups have a zero that is added; other types' offsets are subtracted.
 template <class Type>
 constexpr bool HAS_ZEROS = Type::GROUP == GROUP;
 
 template <class Type>
-constexpr long NUMBERS = SUMS * Type::GROUP;  // of a row, in so many groups
+constexpr long NUMBERS = SUMS * Type::GROUP;  // weights in sixteen groups
 
 template <class Type>
 constexpr long num_sixteens(long num_k) { return (num_k + NUMBERS<Type> - 1) / NUMBERS<Type>; }
 
-// A row of ggml's blocks.
+// A row of ggml's blocks, and for q8 and q4 a specialisation.
 template <class Type>
 struct WeightRow {
     using Number = std::int8_t;
@@ -50,8 +50,8 @@ struct WeightRow {
         groups.load({b, b + SIXTEEN_BYTES / 2});
     }
 
-    // Fewer than sixteen groups, `left`, which end the row. What follows them is loaded, too, where
-    // there is as much as that before `end`.
+    // Loads the last `left` groups of a row, fewer than sixteen. Bytes behind them are loaded, too,
+    // as far as they lie before `end`.
     VNNI INLINED void load_last(
         long number, long left, const std::uint8_t* end, Groups& groups
     ) const {
@@ -65,7 +65,7 @@ struct WeightRow {
         groups.load({b, b + SIXTEEN_BYTES / 2});
     }
 
-    // The same of two rows, up to eight groups of each.
+    // Loads the last `left` groups of two rows, at most eight of each.
     VNNI INLINED static void load_last_of_two(
         const WeightRow& row, const WeightRow& next, long number, long left, Groups& groups
     ) {
@@ -137,7 +137,7 @@ struct WeightRow<Own<num_bits>> {
         groups.offset = ends_of_two(row, next, row.num_groups + first, left);
     }
 
-    // Stores scales and offsets of up to sixteen groups, in their own order.
+    // Stores scales and offsets of up to sixteen groups in order.
     VNNI INLINED void store_ends(long number, long left, float* scales, float* offsets) const {
         const auto mask = static_cast<__mmask16>(left >= SUMS ? 0xffff : (1u << left) - 1);
         _mm512_storeu_ps(scales, ends_at(number * SUMS, mask));
@@ -155,7 +155,7 @@ struct WeightRow<Own<num_bits>> {
         groups.offset = in_lanes(ends_at(num_groups + number * SUMS, mask));
     }
 
-    // Scales, and behind them zeros, from number `first` on.
+    // Widens 16 scales or zeros from number `first` on; the row's zeros follow its scales.
     VNNI INLINED __m512 ends_at(long first, __mmask16 mask) const {
         return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, ends() + 2 * first));
     }
@@ -175,7 +175,7 @@ struct WeightRow<Own<num_bits>> {
             _mm512_castps_si512(values), _mm512_set1_epi32(static_cast<int>(0x80000000))));
     }
 
-    // Numbers of groups in order, to the lanes of theirs.
+    // Moves groups' values from their order to their lanes.
     VNNI INLINED static __m512 in_lanes(__m512 values) {
         if constexpr (num_bits == 8) return values;
         return _mm512_permutexvar_ps(

@@ -1,7 +1,7 @@
-// q8 and q4 (quantised.hpp) as products of rows in int8 take them: the numbers of a group plainly, and
-// sixteen groups in registers, as ggml_words.hpp has those of ggml's types.
+// Sixteen groups of q8 or q4 (quantised.hpp) in registers, for products of int8 rows by VNNI;
+// ggml_words.hpp has those of ggml's types.
 //
-// 16 words to a group; register `number` has in its quarter `q`, lane `i`
+// A group has 16 words. Quarter q, lane i of register `number` holds
 //
 //     4 bits: group 8 (number / 8) + 2 i + q / 2, word 8 (number % 8 / 4) + 4 (q % 2) + number % 4
 //     8 bits: group 4 (number / 4) + i,           word 4 q + number % 4
@@ -33,7 +33,7 @@ struct Sixteen<Own<4>> {
     __m512i of[NUM_WORDS];
     __m512 scale, offset;
 
-    // Eight groups; those beyond num_groups are 0.
+    // Loads eight groups. Groups from num_groups on are 0.
     template <int half, bool is_whole>
     VNNI INLINED void load_half(const u8* codes, long num_groups) {
         __m512i rows[4];

@@ -1,4 +1,4 @@
-// Products of rows rounded to int8 with packed weights: with one matrix, and with many experts'.
+// Entry points for Python: products of rows rounded to int8 with packed matrices and experts.
 
 #include "rounded/rounded.hpp"
 #include "experts/weight_operators.hpp"
@@ -21,8 +21,8 @@ struct RoundingWeights : AdjacentRows<RoundingWeights> {
     }
 };
 
-// Rows rounded to int8, each once for a type that it meets. Memory is kept for the calls of a
-// thread.
+// A call's rows rounded to int8, once for each of its weights' types. Their memory is the thread's
+// and is reused by its next call.
 class RowsInInt8 {
    public:
     static constexpr long MOST_ROWS = 256;
@@ -33,7 +33,7 @@ class RowsInInt8 {
         return piece_bytes_of(variant_, usual, share, groups, num_groups);
     }
 
-    // weights: at most two.
+    // weights: of at most two types.
     void take(
         int num_threads, const GroupRows& rows, std::initializer_list<RoundingWeights> weights
     ) {
@@ -61,7 +61,7 @@ class RowsInInt8 {
             own.rows.lines(group, 0), own.rows.num_lines(), p.num_rows, w.rows, p.bias, p.out,
             p.out_stride, p.num_outs, w.num_k, p.next,
         };
-        // Two types' columns are kept apart.
+        // Columns of the two types have places of their own.
         const auto first = static_cast<std::size_t>((&own - of_types_) * MOST_ROWS / MOST_ROUNDED);
         w.type->multiply(
             variant_, all, {own.inputs + static_cast<std::uint64_t>(group * chunks_), first});
@@ -71,7 +71,7 @@ class RowsInInt8 {
     struct OfType {
         const RoundedType* type;
         RoundedRows rows;
-        std::uint64_t inputs;  // of the first group's first 16 rows
+        std::uint64_t inputs;  // number of the first group's first 16 rows
     };
 
     static OfType* own() {
@@ -81,7 +81,7 @@ class RowsInInt8 {
 
     const int variant_;
     OfType* const of_types_ = own();
-    long chunks_ = 0;  // of a group, at most
+    long chunks_ = 0;  // most chunks of a group
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A type of packed weights for the table of rounded.cpp.
+// Functions of one type of packed weights for the table in rounded.cpp.
 
 #pragma once
 
@@ -13,7 +13,6 @@ extern "C" int lowtide_has_vbmi();  // of processor.cpp
 
 namespace lowtide {
 
-// Functions for int8 rows with one type.
 struct RoundedType {
     long (*row_bytes)(long num_k);  // of weights
     long (*row_lines)(long num_k);  // of x
@@ -21,8 +20,8 @@ struct RoundedType {
     void (*multiply)(int variant, const RoundedProduct& p, const Chunk& chunk);
 };
 
-// Whether VNNI of AVX-512 has a type's words (ggml_words.hpp). Rows for other types lie in their own
-// order in every variant, and are multiplied by registers of 32 numbers.
+// True if a type has words for AVX-512's VNNI (ggml_words.hpp). For other types rows stay in their
+// own order in every variant, and int8_avx2.hpp multiplies.
 template <class Type>
 constexpr bool HAS_WORDS = !ggml::HAS_GRID<Type>;
 
@@ -39,7 +38,7 @@ void round_for(int variant, const bf16* x, long num_k, Line* out) {
 
 #ifdef HAS_VNNI
 
-// Any number of rows by VNNI of AVX-512, a few at a time.
+// Multiplies any number of rows by AVX-512's VNNI, a few at a time.
 template <class Type>
 void multiply_by_vnni(int variant, const RoundedProduct& p) {
     if constexpr (std::is_same_v<Type, ggml::Mxfp4>) {
@@ -51,7 +50,7 @@ void multiply_by_vnni(int variant, const RoundedProduct& p) {
 
 #endif
 
-// Any number of rows, of which chunk is the first 16.
+// Multiplies any number of rows. chunk: names the first 16.
 template <class Type>
 void multiply_rounded(int variant, const RoundedProduct& p, const Chunk& chunk) {
 #ifdef HAS_VNNI
@@ -83,7 +82,7 @@ constexpr RoundedType rounded_type_of() {
 
 void set_rounded_type(int number, const RoundedType& type);
 
-// In a type's own file.
+// Registers a type; stands in the type's own file.
 #define ROUNDED_TYPE(name, Type)                                                                   \
     static const lowtide::Registered<lowtide::RoundedType, lowtide::set_rounded_type> REGISTERED(  \
         lowtide::BLOCK_##name, lowtide::rounded_type_of<Type>());
