@@ -34,7 +34,7 @@ from lowtide.policies.recipe import Recipe
 class AsyncLLM(LoadedModel):
     """A model under a memory budget, for coroutines; the options are those of `LLM`.
 
-    Tasks share passes. Cancelling a task stops its requests, and a slow reader delays nobody else.
+    Tasks share passes. Cancelling a task stops its requests, and a slow reader delays no other.
     The constructor loads the model and blocks; inside a running event loop use `await
     asyncio.to_thread(AsyncLLM, model)`.
     """

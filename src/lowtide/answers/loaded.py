@@ -164,7 +164,7 @@ class LoadedModel:
     def planned_passes(
         self, num_tokens: int, params: SamplingParams | None = None
     ) -> list[PlannedPass]:
-        """Return how a bidirectional model's passes over `num_tokens` tokens are divided.
+        """Return the division of a bidirectional model's passes over `num_tokens` tokens.
 
         There is one plan for each of several shares of masks; other models have none. Raises
         UsageError for an invalid count or invalid parameters.

@@ -18,7 +18,7 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "clamped": "silu",
 }
-"""What `config.json` calls the functions between an MLP's matrices.
+"""Names in `config.json` -> functions between an MLP's matrices.
 
 silu and gelu_tanh: down(f(gate x) * up x). relu2: down(relu(up x) ** 2), without a gate. clamped:
 gpt-oss's, with biases (`kernels.reference.clamped_swiglu`), of experts alone.

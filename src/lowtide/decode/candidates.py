@@ -72,7 +72,7 @@ class Candidates(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How a request's rows are read.
+    """Numbers that a request needs of its rows.
 
     is_measured_as_drawn: probabilities are measured after temperature and filters, also at
     temperature 0, as in Dream; otherwise by the model's own softmax, as in LLaDA.

@@ -63,7 +63,7 @@ class MaskedSequence(DraftSequence):
 
     @property
     def reading(self) -> Reading:
-        """How the next pass reads its rows."""
+        """The numbers that the next pass needs of its rows."""
         return Reading(
             self._sampling,
             self._is_measured_as_drawn,
@@ -166,7 +166,7 @@ class MaskedSequence(DraftSequence):
         return remasking.choose_surest(numbers, self._num_due())
 
     def _choose(self, candidates: Candidates) -> BoolArray:
-        """Return which candidates at `wanted` are written, bool [n]."""
+        """Choose the candidates at `wanted` to write, bool [n]."""
         diffusion, rule = self.request.params.diffusion, self._rule
         if self._is_over or rule in ("origin", "random"):
             return np.ones(len(self.wanted), np.bool_)

@@ -29,7 +29,10 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Sampling(NamedTuple):
-    """How a request's tokens are chosen. `top_k`, `top_p` and `min_p` affect draws only."""
+    """Parameters for choosing a request's tokens.
+
+    `top_k`, `top_p` and `min_p` affect draws only.
+    """
 
     temperature: float = 0.0  # 0 is the arg-max
     top_k: int | None = None

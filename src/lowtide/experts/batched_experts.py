@@ -65,7 +65,7 @@ class BatchedExperts:
         return ExpertParts(kernels, places, layer, self._layouts[layer].parts[0].shape[0])
 
     def takes_experts(self, num_tokens: IntArray) -> BoolArray:
-        """Return which experts `run` supports, by their number of tokens."""
+        """Mark the experts that `run` supports, by their number of tokens."""
         return num_tokens <= self.max_rows
 
     def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor, layer: int) -> None:

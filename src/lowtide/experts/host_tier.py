@@ -78,7 +78,7 @@ class HostTier:
 
     @property
     def num_set_aside(self) -> int:
-        """Return the number of abandoned slots that are blocked until reads into them end."""
+        """Number of abandoned slots that are blocked until reads into them end."""
         return len(self._set_aside)
 
     def lease(self, layer: int, expert: int) -> int:
@@ -269,7 +269,7 @@ class HostTier:
 
     @property
     def end_limit_s(self) -> float:
-        """Return how long to wait for reads after a failure."""
+        """Time to wait for reads after a failure."""
         return END_LIMIT_S if self._waits_until_s == math.inf else 0.0
 
     def close(self) -> None:

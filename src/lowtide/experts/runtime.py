@@ -211,7 +211,7 @@ class ExpertRuntime:
 
     @contextmanager
     def watched(self) -> Iterator[Callable[[], ExpertLook]]:
-        """Count demands for somebody who watches; yield a function that looks.
+        """Count demands while the context lasts; yield a function that returns the counts.
 
         It may be called on any thread, also in the midst of a pass. Layers that are wholly on a
         device are counted in one pass of each `SAMPLE_S`.
@@ -328,7 +328,7 @@ class ExpertRuntime:
         stats.num_device_rows += sum(num_run) - num_read - hosted
 
     def _is_read(self, facts: Facts) -> BoolArray:
-        """Return which experts must come from disk where they are run, [num_experts]."""
+        """Mark the experts that have to be read from disk before they run, [num_experts]."""
         if self.device is None:
             return ~facts.is_kept
         if facts.is_at_host is None:

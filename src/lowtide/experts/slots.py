@@ -88,12 +88,12 @@ class SlotLedger:
 
     @property
     def residents(self) -> BoolArray:
-        """Return which experts are in a slot: [num_layers, num_experts]."""
+        """True for experts in a slot: [num_layers, num_experts]."""
         residents: BoolArray = self.table != NO_SLOT
         return residents
 
     def is_resident(self, layer: int) -> BoolArray:
-        """Return which experts of `layer` are in a slot: [num_experts]."""
+        """Return True for experts of `layer` in a slot: [num_experts]."""
         is_resident: BoolArray = self.table[layer] != NO_SLOT
         return is_resident
 

@@ -31,7 +31,7 @@ _registered: dict[str, Family] = {}
 
 
 def families() -> Mapping[str, Family]:
-    """Map names to all known families."""
+    """Return all known families by name."""
     _register_own()
     return MappingProxyType(_registered)
 

@@ -100,7 +100,7 @@ class Measurements:
 
 
 class DiskSource(NamedTuple):
-    """Where experts are read from."""
+    """Files with experts, and their places in them."""
 
     reader: FileReader
     table: ExpertTable

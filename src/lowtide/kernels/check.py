@@ -6,7 +6,7 @@ Every operator that has variants runs on the same drawn numbers in each variant 
 says it has, down from none of its instructions to the best. Variants in float32 and those of int8
 rows must have the plain one's bits; sums of bfloat16 dot products may differ by little. The plain
 one's products are compared with sums that Python makes of the same numbers. A variant's digest is
-of all its results: two libraries with the same digests compute the same, whoever compiled them.
+of all its results: two libraries with the same digests compute the same, whatever compiled them.
 
 Needs neither torch nor numpy: it runs where Python runs, in an emulator, too.
 """

@@ -126,7 +126,7 @@ class DeltaRows(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What a gated delta-net keeps of a sequence."""
+    """A gated delta-net's state of a sequence."""
 
     tail: Tensor  # [kernel - 1, channels]: `mixed` of the last rows
     matrices: Tensor  # [value_heads, key_width, value_width] float32

@@ -129,7 +129,7 @@ class LayerSplit:
 
 
 def _two_ended(device_s: list[float], host_s: list[float], fetch_s: list[float]) -> int:
-    """Return how many experts the device has taken from the front when it meets the host."""
+    """Return the number of experts that the device takes from the front until it meets the host."""
     device_end_s = link_end_s = 0.0
     rest_s = from_the_back(host_s)
     for front, expert_s in enumerate(device_s):

@@ -54,7 +54,7 @@ class EvenSample:
 
 
 class ProfileChoices(NamedTuple):
-    """How a profile is made of what is counted (3.1 to 3.3)."""
+    """Choices in making a profile from counts (sections 3.1 to 3.3 of the paper)."""
 
     is_weighted: bool = False  # a pair's tokens count by the lesser of their two weights
     temperature: float = 1.0  # of weights, before their entropy is taken

@@ -125,7 +125,7 @@ def split(
 
 
 def num_learning(num_pieces: int) -> int:
-    """Return how many of the pieces are calibrated on; the rest are for the test."""
+    """Return the number of pieces to calibrate on; the rest are for the test."""
     return num_pieces - max(1, round(TEST_SHARE * num_pieces))
 
 

@@ -31,7 +31,7 @@ def points(rows: Sequence[Row]) -> list[QualityPoint]:
 
 
 def front(pairs: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return which (speed, harm) pairs are on the Pareto front."""
+    """Mark the (speed, harm) pairs on the Pareto front."""
     return [
         not any(
             other[0] >= speed and other[1] <= harm and other != (speed, harm) for other in pairs

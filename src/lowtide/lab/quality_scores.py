@@ -54,7 +54,7 @@ class RowScores(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """Which rows are scored: the same in every run over a sample."""
+    """The scored rows of a sample, the same in every run over it."""
 
     mask: IntArray  # [rows] that hid the token; 0 in an autoregressive model
     stretch: IntArray  # [rows] the stretch of text that the token is of
@@ -78,7 +78,7 @@ class ScoredRows(NamedTuple):
         return Estimate(mean, math.sqrt(float((sums**2).sum()) * len(sums) / (len(sums) - 1)))
 
     def of_mask(self, mask: int) -> tuple[BoolArray, ScoredRows]:
-        """Return which rows a mask hid, and only those."""
+        """Return the rows whose token a mask hid, as bool [rows] and by themselves."""
         is_its: BoolArray = self.mask == mask
         return is_its, ScoredRows(self.mask[is_its], self.stretch[is_its])
 

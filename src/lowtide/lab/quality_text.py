@@ -24,7 +24,7 @@ for block diffusion it is a block."""
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """How much of a text is scored. mask_ratios: of a diffusion model's tokens, one at a time."""
+    """The scored part of a text. mask_ratios: of a diffusion model's tokens, one at a time."""
 
     num_tokens: int = 2048
     window_tokens: int = 256
@@ -116,10 +116,10 @@ def make_sample(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a kind of model reads a window."""
+    """Layout of a window for a kind of model."""
 
-    block_tokens: int  # that are denoised together; 1: autoregressive, 0: all that is no prompt
-    least: int  # tokens of a window
+    block_tokens: int  # denoised together; 1: autoregressive, 0: everything after the prompt
+    least: int  # fewest tokens of a window
 
     @classmethod
     def of(cls, config: ModelConfig) -> _Layout:

@@ -25,7 +25,7 @@ MAX_PLANS = 128
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How passes of up to these counts run: chunks, placement and memory.
+    """Plan of passes of up to these counts: chunks, placement and memory.
 
     `binding`: the operator whose rows cause the peak of the range, or the name of the largest part.
     """

@@ -84,7 +84,7 @@ def answer_to(path: str, max_bytes: int) -> bytes:
 def asked(request: Callable[[], T]) -> T:
     """Call `request`, again if the server asks to retry later.
 
-    An unreachable server is not retried: without a network nobody should wait.
+    An unreachable server is not retried: without a network there is nothing to wait for.
     """
     num_failures = 0
     while True:

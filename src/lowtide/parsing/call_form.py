@@ -22,7 +22,7 @@ JSON_HEAD = rf'\s*\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"
 
 
 class Notation(Enum):
-    """How a call's arguments are written.
+    """Notations of a call's arguments.
 
     JSON: an object. XML: raw values between tags (`XmlSyntax`). PYTHON: `key="text"`. GEMMA:
     `key:<|"|>text<|"|>`.

@@ -59,7 +59,7 @@ def divide(demand: Demand, mask: BoolArray) -> Assignment:
 
 
 def is_here(facts: Facts) -> BoolArray:
-    """Return which activated experts are resident, or prefetched and arrived."""
+    """Mark the activated experts that are resident, or prefetched and arrived."""
     is_resident, arriving_s = facts.demand.is_resident, facts.arriving_s
     return is_resident if arriving_s is None else is_resident | (arriving_s <= 0.0)
 
@@ -184,7 +184,7 @@ def _shared(
     link_end_s: float,
     fetch_s: float,
 ) -> tuple[int, float, float]:
-    """Return how many absent experts, from the front, the device takes; and both sides' ends."""
+    """Return the number of absent experts that the device takes from the front, and both ends."""
     rest_s = from_the_back(host_s)
     for front, expert_s in enumerate(compute_s):
         is_coming = due_s[front] < np.inf

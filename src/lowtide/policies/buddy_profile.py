@@ -136,14 +136,14 @@ class BuddyProfile:
         return [DEFAULT_ALPHA if alpha is None else alpha] * self.num_layers
 
     def peers_that_cover(self, alpha: float | None = None) -> IntArray:
-        """Return how many peers of every expert cover a share alpha, before lists are cut.
+        """Count the peers of every expert that cover a share alpha, before lists are cut.
 
-        [layers, experts]
+        Returns [layers, experts].
         """
         return self._prefixes(alpha)[1]
 
     def _prefixes(self, alpha: float | None) -> tuple[IntArray, IntArray]:
-        """Return peers by q, ties by id [layers, experts, experts - 1]; how many reach alpha."""
+        """Return peers by q, ties by id [layers, experts, experts - 1], and the number for alpha."""
         counts = self._smoothed(SMOOTHING)
         masked = np.where(np.eye(self.num_experts, dtype=bool), -1, counts)
         peers = np.argsort(-masked, axis=2, kind="stable")[:, :, :-1]
@@ -174,7 +174,7 @@ class BuddyProfile:
         return np.percentile(entropy, percentile, axis=1)
 
     def concentration(self) -> FloatArray:
-        """Return how concentrated experts' co-activations are on few peers, [layers].
+        """Return the concentration of experts' co-activations on few peers, [layers].
 
         1 - H(q(.|i)) / log(experts - 1), without smoothing, averaged over experts weighted by their
         co-activations: 0 if all peers are alike, 1 if each expert has one.
@@ -183,7 +183,7 @@ class BuddyProfile:
         return self._mean_of_experts(1 - _shannon(plain) / np.log(self.num_experts - 1))
 
     def affinity(self) -> FloatArray:
-        """Return how much co-activation says beyond popularity, in nats, [layers].
+        """Return the information in co-activations beyond popularity, in nats, [layers].
 
         The KL divergence of q(.|i) from the distribution by popularity alone, averaged over
         experts. Near 0 the buddies of all experts are the same popular ones. A short text increases

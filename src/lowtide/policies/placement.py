@@ -83,7 +83,7 @@ class Placement:
         """
 
     def update(self, facts: Facts) -> Moves:
-        """Return what to admit and evict beside a device, after the layer's router has run.
+        """Return the moves of a layer beside a device, after its router has run.
 
         After the moves the layer has at most `facts.room` residents. If no layer has more than
         that, moving nothing is always safe.

@@ -256,10 +256,11 @@ class PlainAccount:
 def open_tokens(
     rules: LayerRules, kinds: NDArray[np.uint8], weights: WeightArray, absent_share: float
 ) -> BoolArray:
-    """Return which tokens may have experts replaced, by the paper's gates (3.1): [tokens].
+    """Mark the tokens whose experts the paper's gates (3.1) allow to be replaced: [tokens].
 
     The gates are a token's activating entropy and margin, and the layer's share of absent experts.
-    Before them, ours: rows with lasting results stay exact unless an option says otherwise.
+    One more gate is not the paper's: rows with lasting results stay exact unless an option says
+    otherwise.
     """
     is_open: BoolArray = (rules.exact_kinds >> kinds.astype(np.int64)) & 1 == 0
     if rules.entropy >= 0:

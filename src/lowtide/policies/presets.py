@@ -168,9 +168,9 @@ def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False)
 def sizes_of(
     preset: str, policy: str, options: Mapping[str, str], num_experts: int, *, has_device: bool
 ) -> str:
-    """Return what a policy's options come to in layers of `num_experts`, for the plan's line.
+    """Describe the sizes that a policy's options give layers of `num_experts`, for the plan's line.
 
-    preset: that runs. Empty if all of its options are constants.
+    preset: the one that runs. Returns "" if all of its options are constants.
     """
     return recipe(preset).sizes(parse_options(policy, options), num_experts, has_device)
 

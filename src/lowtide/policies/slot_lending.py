@@ -21,7 +21,7 @@ memory, and another read when the expert comes back (docs/log)."""
 
 
 class ExpertUse:
-    """How often each expert was demanded lately, as shares of steps: `mean` [layers, experts]."""
+    """Recent demand of each expert, as shares of steps: `mean` [layers, experts]."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.mean: FloatArray = np.zeros((num_layers, num_experts))
@@ -75,7 +75,7 @@ def grown(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: in
 
 
 def worth_lending(num_free_bytes: int, growth_bytes: float, absent_use: float) -> int:
-    """Return how many of the free bytes to lend to expert slots rather than keep for sequences.
+    """Return the number of free bytes to lend to expert slots rather than keep for sequences.
 
     growth_bytes: taken by sequences per step. absent_use: share of steps in which one more resident
     saves a read. A slot taken back after n steps has saved `n * absent_use` reads and must have

@@ -142,6 +142,6 @@ def router_mass(asked: RoutedTokens, num_experts: int) -> FloatArray:
 
 
 def replaced(asked: RoutedTokens, run: RoutedTokens) -> BoolArray:
-    """Return which of the router's choices are not run, [tokens, k]."""
+    """Mark the router's choices that are not run, [tokens, k]."""
     is_run: BoolArray = (asked.experts[:, :, None] == run.experts[:, None, :]).any(axis=2)
     return ~is_run

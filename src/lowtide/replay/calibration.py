@@ -80,7 +80,7 @@ def is_calibration(file: IO[bytes]) -> bool:
 
 
 class GateAccuracy(NamedTuple):
-    """How well the next layer's gate, run one layer early, predicted that layer's demand.
+    """Accuracy of the next layer's gate, run one layer early, at predicting that layer's demand.
 
     Means over a text that was not calibrated on. First axis: `GATES`; second: the layers after the
     first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowtide.model_folder.checkpoint import Checkpoint
 
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-"""What such names begin with, and what the text model's own do instead."""
+"""Prefixes of these names, and those of the text model's own."""
 
 
 def with_text_names(checkpoint: Checkpoint, layers: str) -> Checkpoint:

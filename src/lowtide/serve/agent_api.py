@@ -50,7 +50,7 @@ _EFFORTS = {
 """Client's name of a thinking effort -> the chat templates' name."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much the model should think, in the clients' words."""
+"""The clients' names of thinking efforts."""
 
 
 class AgentBody(SamplingFields):

@@ -1,6 +1,6 @@
-"""What limits a model's speed here, in a sentence, with what would help.
+"""Names the limit of a model's speed on this machine, and ways to raise it.
 
-Pure functions of the plan and of what recent passes took.
+Pure functions of the plan and of recent passes' times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MANY_ROWS = 16
 
 
 class Binding(NamedTuple):
-    """What binds: `disk`, `memory` or `arithmetic`; a sentence on it, and one on what would help.
+    """A speed's limit (`disk`, `memory` or `arithmetic`), a sentence on it, and one on what helps.
 
     help may be empty.
     """
@@ -32,7 +32,10 @@ class Binding(NamedTuple):
 
 
 def binding_of(plan: MemoryPlan, waited_share: float | None = None) -> Binding:
-    """Return what binds. waited_share: of recent passes' time; None: none was seen."""
+    """Return the limit of a model's speed.
+
+    waited_share: share of recent passes' time that was spent waiting; None without recent passes.
+    """
     prediction = plan.prediction
     if waited_share is None:
         binds = prediction is not None and prediction.read_bytes > 0

@@ -62,7 +62,7 @@ async def _respond(events: AsyncGenerator[bytes, None]) -> Response:
 
 
 class Listeners:
-    """Those who listen now, each with a state of its own."""
+    """Listeners to events, each with a state of its own."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -104,7 +104,7 @@ class Listeners:
 
 
 class _Told:
-    """What one listener was told: the next event has what has come since."""
+    """The state last sent to one listener, from which the next event's changes are counted."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -35,7 +35,7 @@ MAX_CPU_S = 2.0
 
 MAX_WALL_S = 10.0
 MAX_TURN_S = 60.0
-"""How long a request waits in total for other requests' grammars to compile or be freed."""
+"""Total time that a request waits for other requests' grammars to compile or be freed."""
 
 POLL_S = 0.5
 """Interval at which a waiting request checks that its client is still there."""

@@ -31,7 +31,7 @@ class Share(NamedTuple):
     memory_bytes: int
 
     def num_on(self, nodes: Sequence[Mapping[str, float]]) -> int:
-        """Return how many engines fit on nodes with these resources."""
+        """Return the number of engines that fit on nodes with these resources."""
         return sum(
             min(
                 int(node.get("CPU", 0)) // self.num_cpus,

@@ -184,7 +184,7 @@ def _ignored(body: ResponsesBody) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How the client names a tool. is_custom: it takes a text instead of JSON arguments."""
+    """A tool's name for the client. is_custom: it takes a text instead of JSON arguments."""
 
     name: str
     namespace: str | None = None

@@ -151,7 +151,7 @@ class ThreadStream:
             self._change.notify_all()
 
     def _fail_all(self) -> None:
-        """Fail all queued work when the thread ends, so that nobody waits for it."""
+        """Fail all queued work when the thread ends, so that no caller waits for it."""
         with self._change:
             self._is_open = False
             for task in self._tasks:

@@ -40,9 +40,11 @@ DOUBT = 1.4
 """Factor by which a run may be slower or faster than the likely speed."""
 
 MISS_POWER = 2.0
-"""How quickly misses fall with residents, until a run has shown it. A pass misses the share of
-experts that is not in memory, to this power: above 1, because texts use some experts again and
-again, and these stay in memory."""
+"""Default exponent of misses: a pass misses the absent share of experts, to this power.
+
+It is above 1, because texts use some experts again and again, and these stay in memory. A run
+replaces it by its own.
+"""
 
 MISS_POWERS = (0.5, 6.0)
 """Bounds of the power that a run may show."""

@@ -159,8 +159,8 @@ _NUMBERS: Mapping[str, type[Any]] = {
 def struct(name: str) -> type[ctypes.Structure]:
     """Make the twin of a struct of the compiled kernels, by the fields that they name.
 
-    Whoever fills one in keeps alive what it points to. Raises InternalError if there is no such
-    struct, or ctypes would lay it out otherwise.
+    The caller that fills one in keeps alive what it points to. Raises InternalError if there is no
+    such struct, or ctypes would lay it out otherwise.
     """
     found = fields_of(load_kernels(), name)
     if not found:

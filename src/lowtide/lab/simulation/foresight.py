@@ -24,7 +24,7 @@ each layer after the first [layers - 1]."""
 
 
 class Foresight(enum.Enum):
-    """Where an early gate's predictions are from."""
+    """Source of an early gate's predictions."""
 
     NONE = "none"  # no early gate is asked
     RECORDED = "recorded"  # it said so

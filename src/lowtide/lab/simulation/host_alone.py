@@ -56,7 +56,7 @@ def compare_alone(
 
 
 class _HostReplay:
-    """Who is resident, moved on layer by layer."""
+    """A replay on the host alone: its residents, advanced layer by layer."""
 
     def __init__(self, preset: str, inputs: PolicyInputs, ahead: AheadSlots = NONE_AHEAD) -> None:
         self.report = Report(preset, expert_bytes=inputs.costs.expert_bytes)

@@ -64,12 +64,12 @@ class SimulatedLink:
         return left_s
 
     def fetched(self, layer: int, experts: IntArray, now_s: float) -> Fetched:
-        """Return which of a layer's fetched experts are already in transfer."""
+        """Return the arrivals of a layer's fetched experts."""
         is_staged = self.staged_s[layer, experts] < _ABSENT
         return Fetched(self.arriving_s(layer, now_s)[experts], is_staged)
 
     def run_until(self, now_s: float) -> None:
-        """Start every waiting transfer whose turn comes before `now_s`."""
+        """Start every waiting transfer that is due before `now_s`."""
         while queue := self._ahead or self._moves:
             start_s = max(self.free_s, queue[0].issued_s)
             if start_s >= now_s:

@@ -138,7 +138,7 @@ def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, 
 
 
 def _choices(settings: Settings, num_layers: int) -> ProfileChoices:
-    """Return how the buddy profile is made; raises UsageError for what needs --buddies."""
+    """Return the buddy profile's choices. Raise UsageError for an option that needs --buddies."""
     from lowtide.lab.buddies import ProfileChoices, layer_alphas
 
     alpha = settings.text("buddy_alpha")
