@@ -143,7 +143,7 @@ class BuddyProfile:
         return self._prefixes(alpha)[1]
 
     def _prefixes(self, alpha: float | None) -> tuple[IntArray, IntArray]:
-        """Return peers by q, ties by id [layers, experts, experts - 1], and the number for alpha."""
+        """Return peers by q, ties by id [layers, experts, experts - 1], and counts for alpha."""
         counts = self._smoothed(SMOOTHING)
         masked = np.where(np.eye(self.num_experts, dtype=bool), -1, counts)
         peers = np.argsort(-masked, axis=2, kind="stable")[:, :, :-1]
