@@ -70,12 +70,12 @@ class BatchDecoder(Generic[S, C]):
 
     @property
     def num_requests(self) -> int:
-        """Return the number of requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._waiting) + len(self._paused) + len(self._running)
 
     @property
     def is_full(self) -> bool:
-        """Return True if a request waits for which there is no room yet."""
+        """True if a request waits for which there is no room yet."""
         if self._paused:
             return True
         wanted = [self._first_tokens(request) for request in self._waiting]
@@ -84,12 +84,12 @@ class BatchDecoder(Generic[S, C]):
 
     @property
     def num_running(self) -> int:
-        """Return the number of sequences with room in the KV cache."""
+        """Number of sequences with room in the KV cache."""
         return len(self._running)
 
     @property
     def taking_part(self) -> Sequence[Request]:
-        """Return the requests of the last `step`. If it failed, only they failed."""
+        """The requests of the last `step`. If it failed, only they failed."""
         return self._taking_part
 
     def add(self, request: Request) -> None:
@@ -258,7 +258,7 @@ class BatchDecoder(Generic[S, C]):
 
     @property
     def _num_free_tokens(self) -> int:
-        """Return the free tokens beside what the running sequences will soon grow by."""
+        """The free tokens beside what the running sequences will soon grow by."""
         num_growing = sum(
             min(ROOM_TOKENS, self._kind.num_tokens(sequence.request) - sequence.kv.capacity)
             for sequence in self._running

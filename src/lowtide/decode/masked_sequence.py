@@ -130,7 +130,7 @@ class MaskedSequence(DraftSequence):
 
     @property
     def _is_over(self) -> bool:
-        """Return True if the block has had its steps.
+        """True if the block has had its steps.
 
         The published decoders may leave masks where the model predicted masks. Here one more pass
         writes them, with the mask id excluded from the candidates.

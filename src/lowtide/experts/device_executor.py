@@ -152,7 +152,7 @@ class DeviceExpertExecutor:
 
     @property
     def _num_moves_left(self) -> int:
-        """Return the number of experts whose moves are for the layer's last tile."""
+        """Number of experts whose moves are for the layer's last tile."""
         return 0 if self._moves is None else len(self._moves.admit)
 
     def _run_shares(self, plan: Plan) -> None:

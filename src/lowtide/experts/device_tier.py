@@ -67,7 +67,7 @@ class DeviceTier:
 
     @property
     def num_hits(self) -> int:
-        """Return the number of activated experts in such layers."""
+        """Number of activated experts in such layers."""
         self._add_counts()
         return int(self._num_hits)
 

@@ -45,7 +45,7 @@ class HostReads:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of experts that wait for a slot."""
+        """Number of experts that wait for a slot."""
         return len(self._waiting)
 
     def start(self) -> None:

@@ -79,7 +79,7 @@ class ExpertLayout(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return True if all parts are in the compute dtype."""
+        """True if all parts are in the compute dtype."""
         return all(part.format is plain_format(self.dtype) for part in self.parts)
 
     @property
@@ -88,7 +88,7 @@ class ExpertLayout(NamedTuple):
 
     @property
     def largest_formats(self) -> tuple[MatrixFormat, ...]:
-        """Return, for each part, the largest format that any expert has it in."""
+        """For each part, the largest format that any expert has it in."""
         found = []
         for part in self.parts:
             sizes = {each.matrix_bytes(part.shape): each for each in part.format.variants}
@@ -168,7 +168,7 @@ class SlotLayout:
 
     @property
     def num_unused_bytes(self) -> int:
-        """Return the unused bytes of an average slot; layers of different sizes leave some."""
+        """The unused bytes of an average slot; layers of different sizes leave some."""
         return self.num_bytes - sum(layer.num_bytes for layer in self.layers) // len(self.layers)
 
     def describe(self) -> str:

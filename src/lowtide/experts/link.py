@@ -262,12 +262,12 @@ class Link:
 
     @property
     def num_moves_waiting(self) -> int:
-        """Return the number of experts that wait to become resident."""
+        """Number of experts that wait to become resident."""
         return self._num_open
 
     @property
     def num_staged(self) -> int:
-        """Return the number of prefetched experts that no layer has asked for yet."""
+        """Number of prefetched experts that no layer has asked for yet."""
         return sum(not arrival.is_move for arrival in self._coming.values())
 
     def wait_for_moves(self) -> None:
@@ -292,7 +292,7 @@ class Link:
 
     @property
     def busy_s(self) -> float:
-        """Return an upper bound of the time the link is busy, as of the last `bind_arrived`."""
+        """Upper bound of the time the link is busy, as of the last `bind_arrived`."""
         return len(self._in_flight) * self.link_s
 
     @property

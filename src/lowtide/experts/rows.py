@@ -87,7 +87,7 @@ class ExpertRows:
 
     @property
     def bounds(self) -> IntArray:
-        """Return bounds: expert e has sorted pairs bounds[e] to bounds[e + 1]. [num_experts + 1].
+        """Bounds: expert e has sorted pairs bounds[e] to bounds[e + 1]. [num_experts + 1].
 
         The first use is the layer's one device-to-host synchronisation.
         """
@@ -104,7 +104,7 @@ class ExpertRows:
 
     @property
     def is_known(self) -> bool:
-        """Return True if `bounds` needs no more synchronisation."""
+        """True if `bounds` needs no more synchronisation."""
         return self._bounds is not None
 
     def pairs(self, expert: int) -> slice:

@@ -97,7 +97,7 @@ class ExpertRuntime:
 
     @property
     def asks_scores(self) -> bool:
-        """Return True if `forward` needs the router's scores."""
+        """True if `forward` needs the router's scores."""
         return self.policies.asks_scores
 
     def forward(self, call: LayerCall) -> None:

@@ -24,17 +24,17 @@ class StoredMatrix(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the size as it is multiplied: [out, in], whatever is stored."""
+        """The size as it is multiplied: [out, in], whatever is stored."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes as they are stored, scales included."""
+        """The bytes as they are stored, scales included."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Return the device that the stored bytes are on."""
+        """The device that the stored bytes are on."""
         ...
 
     def rows(self, features: slice | Tensor) -> StoredMatrix:

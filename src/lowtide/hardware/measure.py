@@ -79,7 +79,7 @@ class Measurements:
 
     @property
     def spread(self) -> float:
-        """Return the median spread of all timings, as a share of their medians."""
+        """The median spread of all timings, as a share of their medians."""
         points = (*self.host, *self.dense, *self.device)
         timings = [point.timing for point in points]
         timings += [t for t in (self.link, self.sync, self.disk_read) if t is not None]

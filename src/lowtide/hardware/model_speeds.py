@@ -46,7 +46,7 @@ class SpeedKey:
 
     @property
     def path(self) -> Path:
-        """Return the path of its file, which may not exist.
+        """The path of its file, which may not exist.
 
         Raises StorageError if there is no cache folder.
         """

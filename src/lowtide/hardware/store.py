@@ -81,7 +81,7 @@ class CostKey:
 
     @property
     def path(self) -> Path:
-        """Return the path of its file, which may not exist."""
+        """The path of its file, which may not exist."""
         name = f"{self.hidden_size}x{self.expert_size}-{self.dtype}-{digest(self._identity())}"
         return cache_folder() / "costs" / f"{name}.json"
 

@@ -24,7 +24,7 @@ class Timing(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Return the spread of the repeats, as a share of the median."""
+        """The spread of the repeats, as a share of the median."""
         return (self.most_s - self.least_s) / self.median_s if self.median_s else 0.0
 
 

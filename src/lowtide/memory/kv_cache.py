@@ -507,7 +507,7 @@ class KVCache:
 
     @property
     def _num_free_slots(self) -> int:
-        """Return the slots of states that are unused or hold snapshots."""
+        """The slots of states that are unused or hold snapshots."""
         if self._states is None:
             return 0
         return self._states.num_free + sum(taken.num_snapshots for taken in self._taken)

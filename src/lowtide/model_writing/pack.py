@@ -212,7 +212,7 @@ class _Packer:
 
     @property
     def missing_bytes(self) -> int:
-        """Return the disk space for shards that no earlier run has written."""
+        """The disk space for shards that no earlier run has written."""
         return sum(shard.writer.missing_bytes for shard in self._shards)
 
     def run(self) -> None:

@@ -92,7 +92,7 @@ class SafetensorsWriter:
 
     @property
     def missing_bytes(self) -> int:
-        """Return the bytes left to write, after a killed run's remains are given back.
+        """The bytes left to write, after a killed run's remains are given back.
 
         Raises StorageError.
         """

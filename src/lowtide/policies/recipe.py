@@ -62,7 +62,7 @@ class PolicyInputs:
 
     @property
     def num_layers(self) -> int:
-        """Return the number of MoE layers; others are not counted."""
+        """Number of MoE layers; others are not counted."""
         return len(self.capacity)
 
     def having(self, **options: object) -> PolicyInputs:

@@ -51,7 +51,7 @@ class CompletionBody(OpenAIFields):
 
     @property
     def prompts(self) -> list[str | Sequence[int]]:
-        """Return the prompts as a list."""
+        """The prompts as a list."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)

@@ -113,12 +113,12 @@ class Ask:
 
     @property
     def has_form(self) -> bool:
-        """Return True if a grammar may have to be compiled."""
+        """True if a grammar may have to be compiled."""
         return self.constraint is not None or bool(self.tools)
 
     @property
     def is_short(self) -> bool:
-        """Return True if the prompt takes only a moment to make."""
+        """True if the prompt takes only a moment to make."""
         if self.conversation is None:
             return len(self.prompt or ()) <= SHORT_CHARS
         turns = self.conversation.turns

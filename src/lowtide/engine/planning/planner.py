@@ -143,7 +143,7 @@ class Planner:
 
     @property
     def largest_counts(self) -> Counts:
-        """Return the counts of a bidirectional model's largest pass, which fills the KV cache."""
+        """The counts of a bidirectional model's largest pass, which fills the KV cache."""
         num_rows = self.memory.context.max_pass_rows
         return Counts(num_rows, num_rows, num_rows, num_rows, (EVERY_KIND[-1],))
 

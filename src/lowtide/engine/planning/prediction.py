@@ -252,7 +252,7 @@ class Predictor:
 
     @property
     def _multiplied(self) -> DenseWeights:
-        """Return the dense weights that every pass multiplies with.
+        """The dense weights that every pass multiplies with.
 
         An embedding counts only if it is also the head; otherwise only its rows are looked up.
         """
