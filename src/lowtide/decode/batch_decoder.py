@@ -75,7 +75,7 @@ class BatchDecoder(Generic[S, C]):
 
     @property
     def is_full(self) -> bool:
-        """True if a request waits for which there is no room yet."""
+        """True if a request waits for room."""
         if self._paused:
             return True
         wanted = [self._first_tokens(request) for request in self._waiting]
@@ -258,7 +258,7 @@ class BatchDecoder(Generic[S, C]):
 
     @property
     def _num_free_tokens(self) -> int:
-        """The free tokens beside what the running sequences will soon grow by."""
+        """Free tokens left after the running sequences' coming growth."""
         num_growing = sum(
             min(ROOM_TOKENS, self._kind.num_tokens(sequence.request) - sequence.kv.capacity)
             for sequence in self._running
