@@ -16,6 +16,7 @@ from examples import examples
 from hash_model import EOS
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import intake_of
 from oracle import GOLDENS
 
 from lowtide import LLM, DiffusionParams, SamplingParams
@@ -147,7 +148,7 @@ def test_the_default_is_early_where_the_answer_is_the_same(name, params, expecte
         return  # refused: these models rewrite nothing
     with LLM(GOLDENS / name) as llm:
         asked = replace(params, max_tokens=32)
-        [request] = llm._intake.requests([[1, 2, 3]], asked)
+        [request] = intake_of(llm).requests([[1, 2, 3]], asked)
     assert request.params.diffusion.eos_early_stop is expected
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import engine_of, loop_of, worker_of
 from whole import LIMIT_S, check_idle, no_more_threads, passes_that_wait
 
 from lowtide import LLM, AsyncLLM, SamplingParams
@@ -42,7 +43,7 @@ def llm(folder: Path) -> Iterator[AsyncLLM]:
     with no_more_threads():
         llm = AsyncLLM(folder, dtype="float32")
         yield llm
-        llm._loop.close()
+        loop_of(llm).close()
         del llm
         gc.collect()
 
@@ -221,7 +222,7 @@ def test_what_is_cancelled_or_left_ends_alone(llm: AsyncLLM, expected: Any) -> N
     async def ask() -> None:
         with passes_that_wait(llm):
             cancelled = asyncio.create_task(llm.generate([PROMPTS[2]], long))
-            while not llm._loop._worker._answers:  # it has begun
+            while not worker_of(llm)._answers:  # it has begun
                 await asyncio.sleep(0.001)
             other = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
             async with aclosing(llm.stream(PROMPTS[1], long)) as left:
@@ -257,7 +258,7 @@ def test_refusals_and_errors_are_those_of_the_twin(
             raise InternalError("a pass that fails")
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm._engine.model, "forward", fails)
+            patch.setattr(engine_of(llm).model, "forward", fails)
             with pytest.raises(InternalError, match="a pass that fails"):
                 await llm.generate(PROMPTS[0], PARAMS)
             with pytest.raises(InternalError, match="a pass that fails"):

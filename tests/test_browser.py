@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from inside import engine_of, loop_of
 from serving import Running, serving
 from whole import wait_until
 
@@ -55,7 +56,7 @@ def demos() -> Iterator[dict[str, Running]]:
         found = {}
         for kind in DEMOS:
             llm = AsyncLLM(f"demo:{kind}", context=512, host_memory="6MiB")
-            stack.callback(llm._loop.close)  # playwright's event loop is this thread's
+            stack.callback(loop_of(llm).close)  # playwright's event loop is this thread's
             found[kind] = stack.enter_context(serving(llm, served_name=f"demo:{kind}"))
         yield found
 
@@ -189,7 +190,7 @@ def test_passes_end_with_the_tab(browser, chatting) -> None:
             client.get("/health")
         seen.ask(SORT)
         seen.page.close()
-        wait_until(lambda: not chatting.service.llm._engine.experts._watches)
+        wait_until(lambda: not engine_of(chatting.service.llm).experts._watches)
         assert chatting.service.is_idle
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from buddy_cases import PLAIN, random_profile
 from buddy_cases import account as any_account
+from inside import engine_of, worker_of
 from test_serve_service import hold_pass
 from torch import Tensor
 from whole import Observed, answer, residents, wait_until
@@ -272,7 +273,7 @@ def test_a_pass_that_another_request_made_fail_counts_once(monkeypatch: pytest.M
         monkeypatch.setattr(BlockSequence, "choose", failing)
         hold_pass(llm, monkeypatch, 2)
         running = pool.submit(llm.generate, [PROMPT], PARAMS)
-        wait_until(lambda: len(llm._loop._worker._answers) == 1)
+        wait_until(lambda: len(worker_of(llm)._answers) == 1)
         with pytest.raises(NumericError):
             llm.generate([other], PARAMS)
         [again] = running.result()
@@ -293,11 +294,11 @@ def test_residents_keep_adapting(device: str) -> None:
         # A link is idle as long as the machine has time for it: one answer may be over before.
         for _ in range(20):
             llm.generate([PROMPT[::-1]], PARAMS)
-            llm._engine.experts.host.pause()
+            engine_of(llm).experts.host.pause()
             if (last := residents(llm)) != first:
                 break
         assert last != first
-        llm._engine.experts.host.ledger.check_integrity()
+        engine_of(llm).experts.host.ledger.check_integrity()
     for facts, answered in seen[0].asked[num_asked:]:
         assert answered is not None or facts.demand.is_resident.all()
 
@@ -357,7 +358,7 @@ def test_a_replay_decides_as_the_runtime_did(
         with llm.observed(recorder):
             completions = llm.generate([PROMPT, PROMPT[::-1]], PARAMS)
         recorder.finish()
-        policies, capacity = llm._engine.experts.policies, llm.plan.residents_per_layer
+        policies, capacity = engine_of(llm).experts.policies, llm.plan.residents_per_layer
         setting = PolicyInputs(
             capacity,
             llm.config.moe.num_experts,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from inside import loop_of, worker_of
 from test_conversations import BLOCK_LENGTH, FAMILIES, params
 from test_toy_family import CONFIG, FAMILY
 from typer.testing import CliRunner
@@ -55,11 +56,11 @@ def kept_bits(llm: LLM) -> np.ndarray:
 
     def look(engine: Engine) -> np.ndarray:
         cache = engine.kv_cache
-        kept = cache._kept[-1]
+        kept = cache.kept[-1]
         [rows] = cache.rows(kept, 0, kept.num_written)
         return rows.copy()
 
-    return llm._loop.run(look)
+    return loop_of(llm).run(look)
 
 
 def talk(llm: LLM, family: str, text: list[int], num_cached: int) -> list[int]:
@@ -210,7 +211,7 @@ def test_a_policy_that_changes_words_ends_it(
     """Also under the next one: sequences may have begun under it."""
     model, folder = models["qwen3_moe"], tmp_path / "kept"
     with LLM(model, cache_dir=folder, **OPTIONS) as llm:
-        worker = llm._loop._worker
+        worker = worker_of(llm)
         llm.adopt_policy("lru")
         assert worker._stored is not None
         is_static = property(lambda options: options.asked.policy == "static")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import loop_of
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.engine.running.engine import Engine
@@ -135,10 +136,10 @@ def check_elastic(llm: LLM, most_tokens: int) -> None:
         cache, pages = engine.kv_cache, engine.elastic._shared.budget
         assert pages.num_free_bytes >= 0
         assert engine.as_dict()["num_slots"] >= engine.plan.num_staging
-        num_usable = sum(kept.num_usable for kept in cache._kept)
-        return num_usable, len(cache._kept), len(cache._taken)
+        num_usable = sum(kept.num_usable for kept in cache.kept)
+        return num_usable, len(cache.kept), len(cache.taken)
 
-    num_usable, num_kept, num_taken = llm._loop.run(look)
+    num_usable, num_kept, num_taken = loop_of(llm).run(look)
     assert 0 < num_usable <= most_tokens and num_kept == num_taken
     assert num_usable > 512 or most_tokens == 512
 
@@ -175,11 +176,11 @@ def test_experts_that_want_their_slots_back_get_them(models: dict[str, Path]) ->
         llm.generate([list(range(90)) * 4], params("qwen3_moe"))
 
         def ask(engine: Engine) -> tuple[int, int]:
-            before = len(engine.kv_cache._kept)
+            before = len(engine.kv_cache.kept)
             engine.kv_cache._pages.account.give_way(1)  # type: ignore[union-attr, misc]
-            return before, len(engine.kv_cache._kept)
+            return before, len(engine.kv_cache.kept)
 
-        assert llm._loop.run(ask) == (1, 0)
+        assert loop_of(llm).run(ask) == (1, 0)
         [again] = llm.generate([list(range(90)) * 4], params("qwen3_moe"))
         assert again.usage.cached_tokens == 0
 

@@ -24,6 +24,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from hash_model import MASK, HashModel, make_kv_cache
+from inside import engine_of
 from test_conversations import DEAR_KEYS, DEAR_SLOTS
 from test_conversations import FAMILIES as CACHE_KINDS
 from test_kept_sequences import SYSTEM, Case, check_ranges, decoder_over, make_request, run
@@ -158,7 +159,7 @@ class Subjects:
                 plan = plan_model(folder, **options)
                 options["host_memory"] = plan.minimum_bytes + 6 * plan.host.slot_bytes
             llm = self._stack.enter_context(LLM(folder, elastic=is_elastic, **options))
-            self._engines[key] = llm._engine
+            self._engines[key] = engine_of(llm)
         return self._engines[key]
 
     def _checkpoint(self, family: str) -> Path:
@@ -237,14 +238,14 @@ class Talk:
             if found := self._finished.get(request.id):
                 self._check(request, found)
         self._decoder.close()
-        assert self._subject.kv_cache._taken == [self._others]
+        assert self._subject.kv_cache.taken == (self._others,)
 
     def clear(self) -> None:
         """After a failure, too, nothing is left to the next one."""
         if self._stored is not None:
             self._stored.close()
         for cache in (self._subject.kv_cache, self._subject.twin_cache):
-            for taken in [*cache._taken]:
+            for taken in [*cache.taken]:
                 cache.free(taken)
 
     def _decoder_over(self, model: Model, kv_cache: KVCache, reuse: Reuse) -> BatchDecoder[Any]:
@@ -306,9 +307,9 @@ class Talk:
         assert shared.kv.committed_bytes == shared.kv.account.num_bytes
         assert shared.arena.committed_bytes == shared.slots_account.num_bytes
         assert shared.slots.num_live >= engine.plan.num_staging
-        num_tokens = sum(map(cache._weight, cache._taken))
+        num_tokens = sum(map(cache._weight, cache.taken))
         is_planned = num_tokens <= shared.kept._planned_tokens
-        assert is_planned or not cache._kept or shared.kept._prices()
+        assert is_planned or not cache.kept or shared.kept.prices
 
 
 def converse(number: int, subjects: Subjects) -> Counter[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inside import loop_of
 from test_elastic_arena import physical_bytes
 
 from lowtide import LLM, DiffusionParams, SamplingParams
@@ -63,7 +64,7 @@ def ask(num_tokens):
     return list(answer.token_ids)
 
 def held_between_requests():
-    return llm._loop.look(lambda engine: resident_bytes())
+    return loop_of(llm).look(lambda engine: resident_bytes())
 
 llm = LLM(folder, context=longest, cache="off", **options)
 started_bytes = held_between_requests()
@@ -142,7 +143,7 @@ def test_words_are_the_same_and_no_page_is_held_between_requests(
         assert "goes back to the system" in llm.plan.reason and not llm.plan.elastic_tokens
         found = [llm.generate([each * 3], params)[0].token_ids for each in prompts]
         assert found == expected and llm.logits(prompts[0] * 2).equal(logits)
-        engine = llm._loop.look(lambda engine: engine)
+        engine = loop_of(llm).look(lambda engine: engine)
         assert physical_bytes(engine.pass_plans._room._arena) == 0
         assert kv_cache is True or engine.kv_cache._pages.committed_bytes == 0
 

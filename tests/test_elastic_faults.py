@@ -15,6 +15,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import loop_of
 from test_elastic_arena import physical_bytes
 from test_elastic_memory import CONTEXT, PROMPTS, answers, budget, elastic_of
 from test_elastic_memory import model as model  # a fixture
@@ -246,7 +247,7 @@ def test_passes_that_are_cancelled_or_refused_leave_the_others_their_words(
         for num_passed in (0, 4):
             with closing(llm.stream(prompts[1], params)) as left:
                 next(left)
-            llm._loop.run(lambda _: room.shrink())
+            loop_of(llm).run(lambda _: room.shrink())
             system.refuse(num_passed, 1 << 30)
             for prompt, expected in zip(prompts, alone, strict=True):
                 try:

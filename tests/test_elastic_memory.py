@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from family_models import write_model
+from inside import loop_of
 from test_elastic_arena import physical_bytes
 
 from lowtide import LLM, SamplingParams
@@ -60,7 +61,7 @@ def elastic_of(llm: LLM) -> ElasticMemory:
         assert engine.elastic is not None
         return engine.elastic
 
-    return llm._loop.look(look)
+    return loop_of(llm).look(look)
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def test_memory_goes_to_a_system_that_runs_short_of_it_and_comes_back(
         assert answers(llm) == words
         assert llm.stats()["num_slots"] == llm.plan.num_staging
         shares = elastic_of(llm)._shared.budget.shares()
-        llm._loop.look(Engine.release_memory)
+        loop_of(llm).look(Engine.release_memory)
         assert shares["KV cache"] >= elastic_of(llm)._shared.budget.shares()["KV cache"] == 0
         free_bytes = 1 << 40
         assert answers(llm) == words
@@ -301,7 +302,7 @@ def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
 
 def test_where_everything_fits_nothing_is_lent(model: Path) -> None:
     with LLM(model, context=CONTEXT, elastic=True, cache="off") as llm:
-        assert llm._loop.look(lambda engine: engine.elastic) is None
+        assert loop_of(llm).look(lambda engine: engine.elastic) is None
 
 
 def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(

@@ -14,6 +14,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
+from inside import loop_of
 from whole import LIMIT_S, Setting
 
 from lowtide import SamplingParams
@@ -163,4 +164,4 @@ def test_a_compiled_read_is_answered_when_nothing_writes_to_its_slot_any_more(
         host.ledger.drop(slot)
 
     with LEAST.open(model) as llm:
-        llm._loop.run(look)
+        loop_of(llm).run(look)

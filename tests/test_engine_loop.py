@@ -26,6 +26,7 @@ from examples import examples
 from hash_model import is_all_free
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import engine_of, intake_of, loop_of, worker_of
 from whole import LIMIT_S, Setting, check_idle, settle, wait_until
 
 from lowtide import SamplingParams
@@ -102,7 +103,7 @@ class Passes:
         self.is_held, self._may_go_on = threading.Event(), threading.Event()
         self._may_go_on.set()
         self._first_held = 0
-        forward = llm._engine.model.forward
+        forward = engine_of(llm).model.forward
 
         def watched(batch: Any) -> Any:
             number = len(self.num_segments)
@@ -114,7 +115,7 @@ class Passes:
                 raise self.errors[number]
             return forward(batch)
 
-        patch.setattr(llm._engine.model, "forward", watched)
+        patch.setattr(engine_of(llm).model, "forward", watched)
 
     @contextmanager
     def held(self, first: int = 0) -> Iterator[None]:
@@ -145,7 +146,7 @@ def test_who_asks_at_once_shares_passes_and_gets_the_answer_it_gets_alone(
             first = Together(asks(llm, 1))
             assert passes.is_held.wait(LIMIT_S)
             others = Together(asks(llm, 0), asks(llm, 3), lambda: llm.generate([*PROMPTS], PARAMS))
-            wait_until(lambda: llm._loop._worker.mailbox.qsize() == 3)
+            wait_until(lambda: worker_of(llm).mailbox.qsize() == 3)
         assert first.results() == [model.answers[1]]
         *alone, together = others.results()
         assert alone == [model.answers[0], model.answers[3]]
@@ -177,7 +178,7 @@ def test_a_slow_reader_delays_no_other(model: Model) -> None:
         stream = llm.stream(PROMPTS[1], PARAMS[1])
         events = [next(stream)]
         assert ask(llm, 3) == model.answers[3]
-        wait_until(lambda: is_all_free(llm._engine.kv_cache))  # the stream has ended, unread
+        wait_until(lambda: is_all_free(engine_of(llm).kv_cache))  # the stream has ended, unread
         events += stream
         assert isinstance(events[-1], Finished) and list(events[-1].token_ids) == model.answers[1]
 
@@ -275,7 +276,7 @@ def test_logits_that_have_no_room_beside_others_wait_for_it(
             first = Together(asks(llm, 0))
             assert passes.is_held.wait(LIMIT_S)
             others = Together(*[lambda: llm.logits(long)] * 3)
-            wait_until(lambda: llm._loop._worker.mailbox.qsize() == 3)
+            wait_until(lambda: worker_of(llm).mailbox.qsize() == 3)
         assert first.results() == [model.answers[0]]
         assert all(torch.equal(logits, alone) for logits in others.results())
         check_idle(llm)
@@ -292,7 +293,7 @@ def test_a_pass_that_fails_ends_those_who_took_part(
             first = Together(asks(llm, 1))
             assert passes.is_held.wait(LIMIT_S)
             second = Together(asks(llm, 0))
-            wait_until(lambda: llm._loop._worker.mailbox.qsize() == 1)
+            wait_until(lambda: worker_of(llm).mailbox.qsize() == 1)
             later = Together(asks(llm, 2), asks(llm, 3))
         errors = [*first.results(), *second.results()]
         assert [type(found) for found in errors] == [type(error)] * 2
@@ -304,10 +305,10 @@ def test_a_pass_that_fails_ends_those_who_took_part(
 
 def test_a_request_that_cannot_be_had_fails_alone(model: Model) -> None:
     with model.open(context=96) as llm:
-        [good] = llm._intake.requests([PROMPTS[0]], PARAMS[0])
+        [good] = intake_of(llm).requests([PROMPTS[0]], PARAMS[0])
         large = Request(prompt=[1] * 200, params=good.params)
         refused, events = Together(
-            lambda: list(llm._loop.answers([large])), lambda: list(llm._loop.answers([good]))
+            lambda: list(loop_of(llm).answers([large])), lambda: list(loop_of(llm).answers([good]))
         ).results()
         assert isinstance(refused, PlanError) and "and it holds" in str(refused)
         assert list(events[-1].token_ids) == model.answers[0]
@@ -322,8 +323,8 @@ def test_closing_ends_all_that_is_asked(model: Model, monkeypatch: pytest.Monkey
         assert passes.is_held.wait(LIMIT_S)
         asked = Together(asks(llm, 0), lambda: llm.logits(PROMPTS[0]), llm.stats)
         closing = Together(llm.close, llm.close, llm.close)
-        wait_until(lambda: llm._loop._worker.is_closed)
-        with llm._loop._worker.gate:
+        wait_until(lambda: worker_of(llm).is_closed)
+        with worker_of(llm).gate:
             pass  # whoever closed it has told the engine
     for found in [*first.results(), *asked.results()[:2]]:
         assert isinstance(found, UsageError) and "closed" in str(found)
@@ -331,7 +332,7 @@ def test_closing_ends_all_that_is_asked(model: Model, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match="closed"):
         ask(llm, 0)
     assert llm.stats()["forwards"] >= 1
-    assert is_all_free(llm._engine.kv_cache)
+    assert is_all_free(engine_of(llm).kv_cache)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -343,12 +344,12 @@ def test_who_waits_is_told_though_closing_fails(
 
     with model.open() as llm:
         passes = Passes(llm, monkeypatch)
-        monkeypatch.setattr(llm._loop._worker._decoder, "close", fails)
+        monkeypatch.setattr(worker_of(llm)._decoder, "close", fails)
         with passes.held():
             asked = Together(asks(llm, 0))
             assert passes.is_held.wait(LIMIT_S)
             closing = Together(llm.close)
-            wait_until(lambda: llm._loop.is_closed)
+            wait_until(lambda: loop_of(llm).is_closed)
         [error] = asked.results()
         assert isinstance(error, UsageError) and "closed" in str(error)
         closing.results()
@@ -525,11 +526,11 @@ def test_what_reads_take_is_measured_whatever_is_read_and_if_it_fails(
             next(left)
         llm.adopt_policy("lowtide")
         assert words() == expected
-        before = llm._loop.run(num_free)
+        before = loop_of(llm).run(num_free)
         with monkeypatch.context() as patch, pytest.raises(StorageError, match="as told"):
             patch.setattr(policy_setting, "ticket_result", fails)
             llm.adopt_policy("lowtide")
-        wait_until(lambda: llm._loop.run(num_free) >= before)
+        wait_until(lambda: loop_of(llm).run(num_free) >= before)
         assert words() == expected
 
 
@@ -617,10 +618,10 @@ def test_threads_that_ask_at_random(
             errors.clear()
             gc.collect()
             settle(llm)
-            worker = llm._loop._worker
+            worker = worker_of(llm)
             assert not worker._answers and not worker._work and not worker._waiting
             check_idle(llm)
             assert ask(llm, 1) == model.answers[1]
-    assert is_all_free(llm._engine.kv_cache)
+    assert is_all_free(engine_of(llm).kv_cache)
     with suppress(LowtideError):
         ask(llm, 0)

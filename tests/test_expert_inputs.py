@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import in_layout
+from inside import engine_of
 from torch import Tensor
 from torch.nn.functional import silu
 from typer.testing import CliRunner
@@ -299,7 +300,7 @@ def test_a_trained_model_s_experts_answer_nearer_on_another_text(tmp_path: Path)
         calibrate(llm, text[:half], "demo", inputs=True).save(path)
         ids = llm.token_ids(text[half:])[:400]
         _, rows = recorded(llm, lambda llm: llm.logits(ids))
-        folder = llm._engine.facts.folder
+        folder = engine_of(llm).facts.folder
         wanted = outputs_of(llm, rows)
     errors = {}
     for name, calibration in (("plain", None), ("calibrated", path)):

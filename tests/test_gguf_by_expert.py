@@ -16,6 +16,7 @@ from examples import scaled
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import add_metadata, finish, packed, tensors_of
 from gguf_oracle import WIDTH, check, random_model
+from inside import engine_of
 
 from lowtide.core import Curve, MoEShape
 from lowtide.engine.opening.config import EngineConfig
@@ -123,7 +124,7 @@ def test_kernels_are_the_compiled_ones(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_by_expert(path, as_published)
     with LLM(path, context=64) as llm, LLM(path, context=64, kernels="reference") as reference:
-        if not isinstance(llm._engine.kernels, CompiledKernels):
+        if not isinstance(engine_of(llm).kernels, CompiledKernels):
             pytest.skip("nothing is compiled here")
         ours, theirs = (each.logits(list(range(30))) for each in (llm, reference))
     assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max()

@@ -14,6 +14,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import engine_of, intake_of
 from torch import Tensor
 from whole import LIMIT_S, answers, no_more_threads, settle
 
@@ -62,7 +63,7 @@ class Case:
             self.expected = self.answer(llm)
 
     def answer(self, llm: LLM) -> tuple[list[int], list[list[int]] | None, torch.Tensor]:
-        [request] = llm._intake.requests([self.prompt], self.params)
+        [request] = intake_of(llm).requests([self.prompt], self.params)
         [finished], trajectories = answers(llm, [request])
         ids = list(finished.token_ids)
         return ids, trajectories.get(request.id), llm.logits([*self.prompt, *ids])
@@ -84,7 +85,7 @@ class Case:
 
 
 def runtime_of(llm: LLM) -> ExpertRuntime:
-    return llm._engine.experts
+    return engine_of(llm).experts
 
 
 def beside_of(llm: LLM) -> HostExpertExecutor:
@@ -429,7 +430,7 @@ def test_an_interrupt_leaves_a_usable_engine(
 
 def test_a_batch_of_requests_shares_a_pass(diffusion: Case) -> None:
     with diffusion.open("lowtide", 0.4) as llm:
-        requests: list[Request] = llm._intake.requests([[5, 6, 7], [9, 9], [1] * 20], PARAMS)
+        requests: list[Request] = intake_of(llm).requests([[5, 6, 7], [9, 9], [1] * 20], PARAMS)
         finished, _ = answers(llm, requests)
         alone = [answers(llm, [request])[0][0] for request in requests]
     assert [f.token_ids for f in finished] == [f.token_ids for f in alone]
@@ -459,7 +460,7 @@ def moves_of(case: Case, home_share: float, tau: str) -> tuple[int, int, int, in
     """Moves asked, done and waiting, and hits, of an answer of many passes under `tide`."""
     options = {"tau": tau}
     with case.open("tide", 0.4, home_share, policy_options=options) as llm:
-        [request] = llm._intake.requests([case.prompt], MANY)
+        [request] = intake_of(llm).requests([case.prompt], MANY)
         answers(llm, [request])
         stats, num_waiting = llm.stats(), len(tier_of(llm).link._moves)
         check_idle(llm)

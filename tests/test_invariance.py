@@ -17,6 +17,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import engine_of, intake_of
 from torch import Tensor
 from whole import Setting, Trajectories, answers, check_idle, same_bits
 
@@ -59,7 +60,7 @@ def resident(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
 
 
 def dtype_of(llm: LLM) -> str | None:
-    return llm._engine.options.asked.dtype
+    return engine_of(llm).options.asked.dtype
 
 
 # Budgets, policies, order of reads: strict
@@ -72,7 +73,7 @@ class Answered(NamedTuple):
 
 
 def answer(llm: LLM, token_ids: Sequence[int], params: SamplingParams) -> Answered:
-    [request] = llm._intake.requests([list(token_ids)], params)
+    [request] = intake_of(llm).requests([list(token_ids)], params)
     [finished], trajectories = answers(llm, [request])
     whole = [*token_ids, *finished.token_ids]
     result = Answered(list(finished.token_ids), trajectories[request.id], llm.logits(whole))
@@ -183,7 +184,7 @@ def test_no_number_of_compute_threads_changes_a_bit(
 ) -> None:
     """With a core for each: where there are more, an expert's products may have several."""
     params = SamplingParams(max_tokens=40)
-    if resident._engine.executor.cores_per_expert == 1:
+    if engine_of(resident).executor.cores_per_expert == 1:
         expected = answer(resident, [5, 17, 3], params)
     else:
         monkeypatch.setattr("os.sched_getaffinity", lambda process: range(2))
@@ -192,8 +193,8 @@ def test_no_number_of_compute_threads_changes_a_bit(
     for num_cores in (1, 3):
         monkeypatch.setattr("os.sched_getaffinity", lambda process, n=num_cores: range(n))
         with Setting("tide", 0.3).open(model, dtype=dtype_of(resident)) as llm:
-            assert llm._engine.executor.num_threads == num_cores
-            assert llm._engine.executor.cores_per_expert == 1
+            assert engine_of(llm).executor.num_threads == num_cores
+            assert engine_of(llm).executor.cores_per_expert == 1
             check_same(answer(llm, [5, 17, 3], params), expected)
 
 
@@ -304,7 +305,7 @@ wishes = st.builds(
 
 def requests_of(llm: LLM, batch: Sequence[Wish]) -> list[Request]:
     return [
-        replace(llm._intake.requests([wish.prompt], wish.params)[0], id=index)
+        replace(intake_of(llm).requests([wish.prompt], wish.params)[0], id=index)
         for index, wish in enumerate(batch)
     ]
 

@@ -127,22 +127,32 @@ def test_the_plan_decides_until_something_is_known(
 # What is told of ranges and passes
 
 
-def make_room(slot_use: float | None = 0.5) -> KeptRoom:
-    room = KeptRoom(1000, PRICES.token_bytes, PRICES.slot_bytes)
+class ToldRoom(KeptRoom):
+    """A room that is told of each pass by itself; what it counts goes on from pass to pass."""
+
+    num_told, told_s = 0, 0.0
+
+    def tell(self, num_prompt_rows: int, prompt_s: float, num_misses: int, wait_s: float) -> None:
+        self.num_told += num_misses
+        self.told_s += wait_s
+        self.note_pass(num_prompt_rows, prompt_s, self.num_told, self.told_s)
+
+
+def make_room(slot_use: float | None = 0.5) -> ToldRoom:
+    room = ToldRoom(1000, PRICES.token_bytes, PRICES.slot_bytes)
     room.slot_use = None if slot_use is None else lambda num_bytes: slot_use
     return room
 
 
-def decode(room: KeptRoom, num_passes: int, num_misses: int = 10, each_s: float = 0.002) -> None:
+def decode(room: ToldRoom, num_passes: int, num_misses: int = 10, each_s: float = 0.002) -> None:
     """Passes without a prompt, each of which waits for reads."""
     for _ in range(num_passes):
-        misses, wait_s = room._num_misses + num_misses, room._wait_s + num_misses * each_s
-        room.note_pass(0, 0.0, misses, wait_s)
+        room.tell(0, 0.0, num_misses, num_misses * each_s)
 
 
-def read_prompt(room: KeptRoom, num_passes: int = 1) -> None:
+def read_prompt(room: ToldRoom, num_passes: int = 1) -> None:
     for _ in range(num_passes):
-        room.note_pass(512, 5.12, room._num_misses + 1000, room._wait_s + 5.0)
+        room.tell(512, 5.12, 1000, 5.0)
 
 
 def kept_range(room: KeptRoom) -> KVRange:
@@ -153,19 +163,19 @@ def kept_range(room: KeptRoom) -> KVRange:
 
 def test_prices_are_what_passes_took() -> None:
     room = make_room()
-    assert room._prices() is None
+    assert room.prices is None
     read_prompt(room)
-    assert room._prices() is None
+    assert room.prices is None
     decode(room, 5, num_misses=0)
-    assert room._prices() is None
+    assert room.prices is None
     decode(room, 5)
-    assert room._prices() == pytest.approx(PRICES)
+    assert room.prices == pytest.approx(PRICES)
     decode(room, 400, each_s=0.004)
     read_prompt(room)
-    assert room._prices() == pytest.approx(PRICES._replace(read_s=0.004))
-    room.note_pass(PROMPT_ROWS, 0.64, room._num_misses, room._wait_s)
-    assert room._prices() == pytest.approx(PRICES._replace(read_s=0.004))
-    assert make_room(None)._prices() is None
+    assert room.prices == pytest.approx(PRICES._replace(read_s=0.004))
+    room.tell(PROMPT_ROWS, 0.64, 0, 0.0)
+    assert room.prices == pytest.approx(PRICES._replace(read_s=0.004))
+    assert make_room(None).prices is None
 
 
 def test_within_the_plan_old_keys_go_and_beyond_it_young_ones_stay() -> None:
@@ -227,7 +237,11 @@ def test_a_copy_is_a_use() -> None:
     assert room.gives_way(kv, 1000)
     room.copied(kv)
     assert not room.gives_way(kv, 1000)
-    assert room._continuations.chance(300) > PRIOR_CHANCE
+    for _ in range(40):
+        decode(room, 300)
+        room.copied(kv)
+    decode(room, 400)
+    assert not room.gives_way(kv, 1000), "those of that age go on"
     room.ended(dataclasses.replace(kv), is_continued=False)  # of which it was never told
 
 
@@ -260,7 +274,14 @@ class Drawn(KeptRule):
 class Machine:
     """A cache whose kept ranges give way as was drawn, in a budget that slots have a part of."""
 
-    def __init__(self, num_tokens: int, budget_pages: int, answers: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        budget_pages: int,
+        answers: Sequence[bool],
+        rule: KeptRule | None = None,
+    ) -> None:
+        """rule: in place of the drawn one."""
         layout = make_layout(num_tokens, 256)
         self.budget = PageBudget(budget_pages * PAGE * layout.num_parts)
         account = self.budget.open("KV cache")
@@ -268,7 +289,7 @@ class Machine:
         memory = KVPages((ElasticArena(pages, account, layout.num_parts), layout))
         says = itertools.cycle(answers)
         self.rule = Drawn(lambda: next(says))
-        self.cache = KVCache(memory.storage, memory, rule=self.rule)
+        self.cache = KVCache(memory.storage, memory, rule=rule or self.rule)
         account.give_way = self.cache.give_way
         self.slots = self.budget.open("expert slots")
         self.slots.give_way = lambda num_bytes: self.slots.give_back(self.slots.num_bytes)
@@ -314,13 +335,13 @@ class Machine:
         All ranges have memory, no more than there is, and none lies over another.
         """
         self.kept = [each for each in self.kept if self.cache.is_kept(each.kv)]
-        assert set(self.rule.told) == set(self.cache._kept) == {each.kv for each in self.kept}
+        assert set(self.rule.told) == set(self.cache.kept) == {each.kv for each in self.kept}
         assert self.budget.num_free_bytes >= 0
-        ends = [0, *(taken.start + taken.capacity for taken in self.cache._taken)]
-        starts = [*(taken.start for taken in self.cache._taken), self.cache.num_tokens]
+        ends = [0, *(taken.start + taken.capacity for taken in self.cache.taken)]
+        starts = [*(taken.start for taken in self.cache.taken), self.cache.num_tokens]
         assert all(end <= start for end, start in zip(ends, starts, strict=True))
         for each, layer in itertools.product([*self.running, *self.kept], (0, 1)):
-            assert each.kv in self.cache._taken and each.kv.num_usable >= each.rows.shape[1]
+            assert each.kv in self.cache.taken and each.kv.num_usable >= each.rows.shape[1]
             keys, values = self.cache.read(layer, each.kv, each.rows.shape[1])
             assert torch.equal(keys, each.rows[layer, None, :, None].expand_as(keys))
             assert torch.equal(values, -keys)
@@ -384,10 +405,9 @@ def test_another_thread_never_finds_gone_what_is_copied_from() -> None:
 
 
 def test_beside_a_copy_no_more_stays_than_is_planned() -> None:
-    machine = Machine(320, 80, [False])
-    machine.cache._rule = KeptRoom(planned_tokens=96, token_bytes=1, slot_bytes=1)
+    machine = Machine(320, 80, [], KeptRoom(planned_tokens=96, token_bytes=1, slot_bytes=1))
     for action in ("allocate", "write", "keep"):
         machine.act(action, 90)
-    assert machine.cache._kept
+    assert machine.cache.kept
     machine.act("branch", 0)
-    assert not machine.cache._kept and machine.running[0].kv.num_usable == 96
+    assert not machine.cache.kept and machine.running[0].kv.num_usable == 96

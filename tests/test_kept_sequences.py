@@ -64,11 +64,11 @@ def run(decoder: BatchDecoder, num_passes: int, finished: dict[int, Finished]) -
 def check_ranges(kv_cache: KVCache) -> None:
     """No two overlap, and those of running sequences are not kept ones."""
     ends = 0
-    for taken in kv_cache._taken:
+    for taken in kv_cache.taken:
         assert taken.start >= ends and taken.num_written <= taken.capacity
         ends = taken.start + taken.capacity
     assert ends <= kv_cache.num_tokens
-    assert all(kept in kv_cache._taken for kept in kv_cache._kept)
+    assert all(kept in kv_cache.taken for kept in kv_cache.kept)
 
 
 def ask(decoder: BatchDecoder, case: Case, prompt: list[int], max_tokens: int = 8) -> Finished:
@@ -122,7 +122,7 @@ def test_a_next_turn_computes_only_what_is_new_and_nothing_moves() -> None:
         first = ask(decoder, AUTOREGRESSIVE, text)
         assert first.num_resumed == (len(text) - 11 if turn else 0)
         text = [*text, *first.token_ids, *SYSTEM[turn : turn + 10]]
-        [kept] = kv_cache._taken
+        [kept] = kv_cache.taken
         assert kept.start == 0
 
 
@@ -261,7 +261,7 @@ def test_what_a_failed_pass_left_is_not_taken_over() -> None:
     decoder.add(request)
     decoder.step()
     decoder.cancel(request.id, is_sound=False)
-    assert not kv_cache._taken
+    assert not kv_cache.taken
     decoder.add(dataclasses.replace(request, id=request.id))
     decoder.step()
     decoder.cancel(request.id)

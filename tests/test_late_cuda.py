@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inside import engine_of
 
 pytest.importorskip("triton")
 
@@ -164,7 +165,7 @@ def pin_without_the_system(gpu: LateGpu) -> Any:
 @pytest.mark.slow
 def test_the_triton_kernels_say_the_same(small_case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with late_cuda(monkeypatch), small_case.open(0.5, "lowtide") as llm:
-        assert isinstance(llm._engine.experts.device.device._computation, cuda.TritonExperts)
+        assert isinstance(engine_of(llm).experts.device.device._computation, cuda.TritonExperts)
         assert small_case.answer(llm)[0] == small_case.ids
 
 
@@ -390,7 +391,7 @@ def test_a_budget_without_slots_is_measured_with_some(
 
     monkeypatch.setattr(device_engine, "stored_or_measured", measured)
     with late_cuda(monkeypatch, haste=0.3), small_case.open(0.0, "all-host") as llm:
-        assert llm._engine.experts.device.device.num_slots == 0
+        assert engine_of(llm).experts.device.device.num_slots == 0
         small_case.check(llm)
     assert found[0].device_s.at(1) > 0 and found[0].link_s > 0
 
@@ -406,7 +407,7 @@ def test_what_doctor_measured_is_not_measured_again(
     with late_cuda(monkeypatch, haste=0.5):
         [measured] = doctor.diagnose(small_case.folder, device="cuda", dtype="float32").costs
         with small_case.open(0.5, "lowtide") as llm:
-            tier = llm._engine.experts.device
+            tier = engine_of(llm).experts.device
             assert tier is not None and tier.costs.link_s == measured.stored.costs.link_s > 0
 
 

@@ -15,6 +15,7 @@ import torch
 from cached_oracle import KeptKeys, cached_trajectory, kept_logits
 from family_models import write_first_layer, write_model
 from hash_model import is_all_free
+from inside import engine_of
 from masked_oracle import golden_cases, load_full
 from oracle import GOLDENS
 from typer.testing import CliRunner
@@ -125,7 +126,7 @@ def test_the_least_budget_and_a_lent_cache_write_the_same(mode) -> None:
         with LLM(folder, **options, **others) as llm:
             completions = llm.generate(prompts, params)
             answers.append([completion.token_ids for completion in completions])
-            assert is_all_free(llm._engine.kv_cache)
+            assert is_all_free(engine_of(llm).kv_cache)
     assert answers[0] == answers[1] == answers[2]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import intake_of
 from safetensors.torch import load_file
 from whole import SETTINGS, Setting, answers, check_idle, routing_noted, trajectories_noted
 
@@ -43,7 +44,7 @@ def params_of(case: Case) -> SamplingParams:
 def requests_of(llm: LLM, cases: Sequence[Case]) -> list[Request]:
     requests = []
     for index, case in enumerate(cases):
-        [request] = llm._intake.requests([case["prompt"]], params_of(case))
+        [request] = intake_of(llm).requests([case["prompt"]], params_of(case))
         eos = (case["params"]["eos_id"],)
         requests.append(replace(request, id=index, eos_token_ids=eos))
     return requests

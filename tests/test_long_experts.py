@@ -13,6 +13,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import engine_of
 from test_hybrid import FAST, Case, check_idle, presets, refuse, shares, tier_of
 from test_link import Machine
 from test_product_threads import EXPERT, WORKER, Told
@@ -274,7 +275,7 @@ class LongCase(Case):
             return self._run(llm)
 
     def _run(self, llm: LLM) -> list[Tensor]:
-        engine, outs = llm._engine, []
+        engine, outs = engine_of(llm), []
         shape, dtype = engine.model.config.moe_shape, engine.kv_cache.dtype
         for index, num_tokens in enumerate((260, 20, 90)):
             draw = torch.Generator().manual_seed(index)

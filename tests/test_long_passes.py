@@ -13,6 +13,7 @@ import torch
 from computing import Watched, attention, on_this_thread, peak_bytes, randn
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import engine_of
 from oracle import GOLDENS, OracleModel, load_oracle
 from poison import PoisonedWorkspace
 from torch import Tensor
@@ -88,7 +89,7 @@ def test_a_long_pass_is_the_models() -> None:
     """Every hidden state, in the workspace that was registered for this length."""
     folder = GOLDENS / "llada2-a"
     with LLM(folder, context=64, dtype="float32") as llm:
-        engine = llm._engine
+        engine = engine_of(llm)
         config, registrar = engine.model.config, engine.planner.registrar(NUM_ROWS)
         num_tokens = align_up(NUM_ROWS, GRANULE_TOKENS)
         [shape] = engine.planner.memory.context.kv_shape.at(num_tokens).groups
@@ -195,7 +196,7 @@ def test_several_sequences_in_chunks(family: str, tmp_path: Path) -> None:
     """Where tiles of queries and of products end elsewhere; one sequence sees cached keys, too."""
     model = synth(family, "tiny", tmp_path / "m")
     with LLM(model, context=64, dtype="float32", kv_cache="prefix") as llm:
-        engine = llm._engine
+        engine = engine_of(llm)
         planner = engine.planner.plan_long_passes()
         [shape] = engine.planner.memory.context.kv_shape.at(2048).groups
         lengths, answers = (700, 130, 900), []

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import MASKED, random_ids, write_model
+from inside import engine_of
 from poison import PoisonedWorkspace
 from safetensors.torch import load_file, save_file
 from schema_sizes import num_parameters_of, num_tensors_of
@@ -63,7 +64,7 @@ def test_the_plan_counts_the_longest_pass(made: Path, monkeypatch: pytest.Monkey
     assert short.host.workspace_bytes < long.host.workspace_bytes
     monkeypatch.setattr(pass_room, "Workspace", PoisonedWorkspace)
     with LLM(made, context=1008, host_memory=long.minimum_bytes) as llm:
-        workspace = llm._engine.model.compute.workspace
+        workspace = engine_of(llm).model.compute.workspace
         assert isinstance(workspace, PoisonedWorkspace)
         for num_rows in (512 + 15, 768 + 15, 1008):  # at first those whose last tiles are longest
             found = llm.logits(random_ids(0, num_rows))

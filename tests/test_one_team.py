@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inside import engine_of
 from whole import wait_until
 
 from lowtide import LLM, SamplingParams
@@ -82,7 +83,7 @@ def test_experts_of_few_rows_are_computed_before_or_after_torch_s_and_never_besi
 
     # Everything is resident: an expert that waits for a slot has all go one by one.
     with compiled(LLM(folder, cache="off", **OPTIONS)) as llm:
-        executor = llm._engine.experts.executor
+        executor = engine_of(llm).experts.executor
         assert isinstance(executor, HostExpertExecutor)
         executors.append(executor)
         monkeypatch.setattr(BatchedExperts, "run", watched)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from inside import engine_of
 from poison import PoisonedWorkspace
 
 from lowtide.engine.running import pass_room
@@ -86,7 +87,7 @@ def test_every_budget_has_the_same_answers(
         options["kernels"] = kernels
         with LLM(folder, **options) as llm:
             found.append(answers(llm))
-            workspace, room_bytes = llm._engine.model.compute.workspace, llm.plan.host
+            workspace, room_bytes = engine_of(llm).model.compute.workspace, llm.plan.host
             assert isinstance(workspace, PoisonedWorkspace)
             assert workspace.touched_bytes <= room_bytes.workspace_bytes <= budget
             chunks.append(max(sum(plan.chunks.values()) for _, plan in adopted))
@@ -114,7 +115,7 @@ def test_a_request_has_few_plans_and_each_has_room(
 @pytest.fixture(scope="module")
 def planner(folder: Path) -> PassPlanner:
     with LLM(folder, context=CONTEXT) as llm:
-        planner = llm._engine.planner.pass_planner
+        planner = engine_of(llm).planner.pass_planner
         assert planner is not None
         return planner
 
@@ -196,5 +197,5 @@ def test_a_plan_that_is_known_is_not_searched_again(planner: PassPlanner, room: 
 
 def test_largest_counts_are_the_whole_cache(folder: Path) -> None:
     with LLM(folder, context=CONTEXT) as llm:
-        counts = llm._engine.planner.largest_counts
+        counts = engine_of(llm).planner.largest_counts
         assert counts.tokens == counts.logit_rows == llm.plan.max_rows

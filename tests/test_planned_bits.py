@@ -12,6 +12,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import engine_of
 from poison import PoisonedWorkspace
 from torch import Tensor
 
@@ -134,7 +135,7 @@ def test_long_passes_of_any_chunks_have_the_bits_of_those_without_a_plan(
 
     Memory holds NaN wherever nothing is alive.
     """
-    engine = llm._engine
+    engine = engine_of(llm)
     if engine.model.config.family == "gpt_oss" or engine.model.config.has_states:
         return  # windows and states are of causal passes, of a tile at most
     lengths, rows = drawn
@@ -167,7 +168,7 @@ def test_short_passes_have_the_bits_of_those_without_a_plan(
     llm: LLM, drawn: tuple[list[int], Tensor], is_block: bool
 ) -> None:
     """Causal rows and blocks, in the workspace that the engine itself has planned."""
-    engine = llm._engine
+    engine = engine_of(llm)
     lengths, rows = drawn
     config = engine.model.config
     is_block = not config.decoding.keeps_keys or (is_block and not config.decoding.writes_in_order)

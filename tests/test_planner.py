@@ -11,6 +11,7 @@ from exact_offsets import least_arena_bytes
 from examples import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import engine_of
 from poison import PoisonedWorkspace
 from torch import Tensor
 from whole import planner_of
@@ -233,7 +234,7 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, ker
     products is planned and may stay untouched.
     """
     with LLM(folder, context=768, kernels=kernels) as llm:
-        engine = llm._engine
+        engine = engine_of(llm)
         config, placement = engine.model.config, engine.planner.registrar().graph.placement
         poisoned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
         context, dtype = engine.planner.memory.context, engine.kv_cache.dtype

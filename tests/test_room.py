@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from inside import engine_of
 from whole import settle
 
 from lowtide import LLM, SamplingParams
@@ -24,7 +25,7 @@ def answer(llm: LLM) -> tuple[list[int], torch.Tensor]:
 
 
 def num_residents(llm: LLM) -> list[int]:
-    device = llm._engine.experts.device
+    device = engine_of(llm).experts.device
     device.link.bind_arrived()
     ledger = device.link.ledger
     return [int(ledger.is_resident(layer).sum()) for layer in range(ledger.num_layers)]
@@ -32,7 +33,7 @@ def num_residents(llm: LLM) -> list[int]:
 
 def test_layers_that_have_all_their_experts_give_some_up_and_get_them_back() -> None:
     with LLM(MODEL, device="emulated", context=128) as llm:
-        experts, config = llm._engine.experts, llm.config
+        experts, config = engine_of(llm).experts, llm.config
         everybody = [config.moe.num_experts] * len(config.moe_layers)
         ids, logits = answer(llm)
         assert num_residents(llm) == everybody and llm.stats()["num_misses"] == 0

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import rounded_files
 import torch
+from inside import engine_of
 from rounded_files import QUANTISATIONS, Rounded, awq, fp8, gptq, pack_quantized, write_rounded
 from safetensors.torch import load_file, save_file
 
@@ -250,7 +251,7 @@ def test_compiled_kernels_have_the_bits_of_the_same_weights(
     found = []
     for folder in rounded(name):
         with LLM(folder, context=64, dtype="bfloat16") as llm:
-            if not isinstance(llm._engine.kernels, CompiledKernels):
+            if not isinstance(engine_of(llm).kernels, CompiledKernels):
                 pytest.skip("nothing can be compiled here")
             found.append(llm.logits(list(range(2, 9))))
     assert torch.equal(*found)

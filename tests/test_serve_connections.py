@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from inside import worker_of
 from serving import Running, serving, talking_folder
 from whole import LIMIT_S, wait_until
 
@@ -224,7 +225,7 @@ def test_a_stream_that_is_not_read_ends_and_holds_back_no_other(
     assert left.num_new < 1800 and len(ended) == 4
     assert max(waiting_bytes) < 16 << 10  # one token's event
     assert "its request ends" in caplog.text
-    wait_until(lambda: not running.service.llm._loop._worker._decoder.has_work)
+    wait_until(lambda: not worker_of(running.service.llm)._decoder.has_work)
 
 
 def test_a_whole_answer_that_is_not_read_does_not_stay(

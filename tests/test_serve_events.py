@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 import pytest
+from inside import engine_of
 from serving import LIMIT_S, Running, serving, serving_process
 from whole import wait_until
 
@@ -85,15 +86,15 @@ def test_first_what_the_model_is_then_what_it_does(running: Running, llm: AsyncL
         first = heard.state()
         assert first["hits"] == "" and first["state"] == "ready"
         assert first["queue"] == {"running": 0, "waiting": 0}
-        ledger = llm._engine.experts.host.ledger
+        ledger = engine_of(llm).experts.host.ledger
         assert np.array_equal(residents(first, shape), ledger.residents)
         memory = first["memory"]["host"]
         assert memory["budget_bytes"] == parse_size("6MiB")
         assert sum(memory["held"].values()) <= memory["budget_bytes"]
 
-        before = llm._engine.experts.as_dict()
+        before = engine_of(llm).experts.as_dict()
         usage = client.post("/v1/completions", json=BODY).json()["usage"]
-        after = llm._engine.experts.as_dict()
+        after = engine_of(llm).experts.as_dict()
         counts, hits = first["counts"], np.zeros(shape[0] * shape[1], int)
         while counts["tokens"] < first["counts"]["tokens"] + usage["completion_tokens"]:
             state = heard.state()
@@ -113,7 +114,7 @@ def test_first_what_the_model_is_then_what_it_does(running: Running, llm: AsyncL
 
 
 def test_nothing_is_counted_while_nobody_listens(running: Running, llm: AsyncLLM) -> None:
-    experts = llm._engine.experts
+    experts = engine_of(llm).experts
     with listening(running) as heard:
         heard.next()
         assert len(experts._watches) == 1
@@ -156,7 +157,7 @@ def test_one_who_does_not_read_delays_nobody(running: Running, llm: AsyncLLM) ->
     with listening(running), running.client() as client:
         for _ in range(30):
             assert client.post("/v1/completions", json=BODY).status_code == 200
-    wait_until(lambda: not llm._engine.experts._watches)
+    wait_until(lambda: not engine_of(llm).experts._watches)
 
 
 def test_a_server_that_ends_says_so_and_waits_for_no_listener() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import engine_of, loop_of, worker_of
 from serving import Running, asked, serving, talking_folder
 from whole import LIMIT_S, check_idle, no_more_threads, passes_that_wait, wait_until
 
@@ -47,7 +48,7 @@ def llm(folder: Path) -> Iterator[AsyncLLM]:
     with no_more_threads():
         llm = AsyncLLM(folder, context=2048, dtype="float32", cache="off")
         yield llm
-        llm._loop.close()
+        loop_of(llm).close()
         del llm
         gc.collect()
 
@@ -135,7 +136,7 @@ def test_a_request_runs_as_soon_as_its_first_pass_does(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading its prompt is not waiting, neither in the queue's numbers nor in its own."""
-    forward, may_end = llm._engine.model.forward, threading.Event()
+    forward, may_end = engine_of(llm).model.forward, threading.Event()
 
     def held(batch: Any) -> Any:
         assert may_end.wait(LIMIT_S)
@@ -144,7 +145,7 @@ def test_a_request_runs_as_soon_as_its_first_pass_does(
     async def ask() -> None:
         service, served = Service(llm), []
         service.on_served.append(served.append)
-        monkeypatch.setattr(llm._engine.model, "forward", held)
+        monkeypatch.setattr(engine_of(llm).model, "forward", held)
         answer = asyncio.ensure_future(whole(service.answer(Ask(prompt=[5] * 30, params=SHORT))))
         await begun(service)
         admission = service.admission
@@ -303,7 +304,7 @@ async def ids_of(service: Service, ask: Ask) -> tuple[int, ...]:
 
 def hold_pass(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, num_asked: int) -> None:
     """The next pass is run once so many have asked."""
-    run_pass, its_worker = worker.run_pass, llm._loop._worker
+    run_pass, its_worker = worker.run_pass, worker_of(llm)
 
     def with_all(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
         wait_until(lambda: len(its_worker._answers) + its_worker.mailbox.qsize() == num_asked)
@@ -317,7 +318,7 @@ def test_numbers_that_overflow_fail_their_own_request(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In passes that others share, who may also have the memory of its keys afterwards."""
-    kernels = type(llm._loop._worker._decoder._model.compute.kernels)
+    kernels = type(worker_of(llm)._decoder._model.compute.kernels)
     select_rows = kernels.select_rows
 
     async def ask() -> None:
@@ -451,7 +452,7 @@ def test_a_client_that_goes_ends_its_request(llm: AsyncLLM, running: Running, st
         wait_until(lambda: ended)
         assert ended[-1].reason == "abort" and ended[-1].num_new < 1800
         assert admission.num_running + admission.num_waiting == 0
-        wait_until(lambda: not llm._loop._worker._decoder.has_work)
+        wait_until(lambda: not worker_of(llm)._decoder.has_work)
 
 
 def test_a_full_queue_is_a_429_with_its_time(running: Running) -> None:
@@ -513,7 +514,7 @@ def test_what_fails_in_the_midst_of_a_stream_is_an_event(
 def test_an_engine_that_has_ended_is_not_healthy(running: Running) -> None:
     with running.client() as client:
         assert client.get("/health").status_code == 200
-        running.service.llm._loop.close()
+        loop_of(running.service.llm).close()
         for path in ("/health", "/ready"):
             told = client.get(path)
             assert (told.status_code, told.json()) == (503, {"status": "ended"})

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from inside import engine_of
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import Facts, Moves
@@ -95,7 +96,7 @@ def test_the_same_decisions_and_the_same_counts(
     after, ran = llm.stats(), decided.copy()
     decided.clear()
     trace = Trace.load(path)
-    policies = llm._engine.experts.policies
+    policies = engine_of(llm).experts.policies
     setting = PolicyInputs(policies.capacity.tolist(), trace.shape.num_experts, policies.costs)
     report = simulate(trace, preset, setting.having(**options))
     # About a layer that has every expert the runtime asks nobody.

@@ -71,12 +71,12 @@ def check_slots(cache: KVCache) -> None:
     """Each slot is free or of one sequence, and what is kept has states at its end."""
     store = cache._states
     assert store is not None
-    used = [slot for taken in cache._taken for slot in taken.states.slots]
+    used = [slot for taken in cache.taken for slot in taken.states.slots]
     assert sorted([*used, *store._free]) == list(range(store.num_slots))
-    for taken in cache._taken:
+    for taken in cache.taken:
         states = taken.states
         assert [*states.snapshots] == sorted(states.snapshots)
-        is_kept = taken in cache._kept
+        is_kept = taken in cache.kept
         assert is_kept == (states.before is None) == (states.after is None)
         if is_kept:
             assert max(states.snapshots) == taken.num_written
@@ -165,7 +165,7 @@ def test_a_next_turn_goes_on_where_the_answer_ended() -> None:
         assert found.num_resumed == (len(text) - 8 if turn else 0)
         text = [*text, *found.token_ids, *SYSTEM[turn : turn + 7]]
         check_slots(cache)
-    [kept] = cache._kept
+    [kept] = cache.kept
     assert [*kept.states.snapshots] == [99, 107, 114, 122, 129, 137, 144, 152]
 
 
@@ -353,7 +353,7 @@ class Drawn:
                 assert found.token_ids == alone(request, self.max_rows)
                 self.num_resumed += found.num_resumed > 0
         self.decoder.close()
-        assert not self.cache._taken
+        assert not self.cache.taken
         check_slots(self.cache)
 
 

@@ -167,16 +167,16 @@ def test_a_range_knows_when_a_file_has_all_of_it(tmp_path: Path) -> None:
     with opened(tmp_path / "kept") as engine:
         first = engine.ask(prompt_of(1))
         engine.stored.drain()
-        [kv] = engine.kv_cache._kept
+        [kv] = engine.kv_cache.kept
         assert kv.num_stored == kv.num_kept == 1
         engine.ask([*prompt_of(1), *first.token_ids, 5])
-        assert [kv] == engine.kv_cache._kept and kv.num_kept == 2
+        assert (kv,) == engine.kv_cache.kept and kv.num_kept == 2
         engine.stored.drain()
         assert kv.num_stored == 2
     with opened(tmp_path / "kept") as engine:
         engine.ask([*prompt_of(1), *first.token_ids], max_tokens=1)
         engine.stored.drain()
-        [kv] = engine.kv_cache._kept
+        [kv] = engine.kv_cache.kept
         assert kv.num_stored == kv.num_kept, "nothing had to be written"
 
 
@@ -185,7 +185,7 @@ def test_a_range_is_told_that_its_file_went_for_another_s(tmp_path: Path) -> Non
         for number in (1, 2):
             engine.ask(prompt_of(number))
             engine.stored.drain()
-        first, second = engine.kv_cache._kept
+        first, second = engine.kv_cache.kept
         assert first.num_stored == 0 and second.num_stored == second.num_kept == 1
 
 
@@ -237,7 +237,7 @@ def test_a_range_that_goes_while_it_is_written_leaves_nothing(
 
         def giving_way(cache: KVCache, *arguments: Any) -> bool:
             if next(calls) == after:
-                [kept] = cache._kept
+                [kept] = cache.kept
                 cache.resume(kept, 50, 150)
                 cache.keep(kept, 150)
             return copy_kept(cache, *arguments)
@@ -264,7 +264,7 @@ def test_a_range_that_moves_while_it_is_written_is_written(
         monkeypatch.setattr(KVCache, "copy_kept", moving)
         expected = engine.ask(prompt_of(1))
         engine.stored.drain()
-        assert engine.kv_cache._kept[0].start == 0
+        assert engine.kv_cache.kept[0].start == 0
     with opened(tmp_path / "kept") as engine:
         again = engine.ask(prompt_of(1))
     assert again.num_resumed == NUM_PROMPT - 1 and again.token_ids == expected.token_ids
@@ -438,7 +438,7 @@ def test_a_failed_read_is_a_line_and_the_beginning_is_computed(
         found = engine.ask(prompt_of(1))
         assert (found.num_resumed, found.token_ids) == (0, expected.token_ids)
         assert len(said) == 1 and "Input/output error" in said[0]
-        assert not engine.kv_cache._taken[1:]
+        assert not engine.kv_cache.taken[1:]
 
 
 # The folder and the key

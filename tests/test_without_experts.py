@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import loop_of
 from test_toy_family import CONFIG, FAMILY
 from typer.testing import CliRunner
 
@@ -95,7 +96,7 @@ def test_elastic_gives_back_what_a_sequence_has_held(folder: Path) -> None:
     with LLM(folder, context=CONTEXT, elastic=True, cache="off") as llm:
         assert "goes back to the system" in llm.plan.reason
         assert llm.generate(prompt, PARAMS)[0].token_ids == expected
-        pages = llm._loop.look(lambda engine: engine.kv_cache._pages)
+        pages = loop_of(llm).look(lambda engine: engine.kv_cache._pages)
         assert pages is not None and pages.committed_bytes == 0
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hash_model import is_all_free
+from inside import engine_of, loop_of, worker_of
 from torch import Tensor
 
 from lowtide import AsyncLLM
@@ -101,7 +102,7 @@ _PLANS: dict[str, MemoryPlan] = {}
 def answers(llm: LLM, requests: Sequence[Request]) -> tuple[list[Finished], Trajectories]:
     """Decodes requests, each with parameters of its own, as one flat batch."""
     with trajectories_noted() as trajectories:
-        events = list(llm._loop.answers(requests))
+        events = list(loop_of(llm).answers(requests))
     finished = {event.request: event for event in events if isinstance(event, Finished)}
     return [finished[request.id] for request in requests], trajectories
 
@@ -158,7 +159,7 @@ def token_rows(
 def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
     """By MoE layer: the expert ids [rows, k] of every forward pass inside."""
     noted: dict[int, list[Tensor]] = {}
-    experts = llm._engine.experts
+    experts = engine_of(llm).experts
     forward = experts.forward
 
     def noting(call: LayerCall) -> None:
@@ -219,7 +220,7 @@ def passes_that_wait(llm: LLM | AsyncLLM) -> Iterator[None]:
     40 passes are a block and more. So no long answer ends before its reader has gone, on a machine
     of any speed.
     """
-    mailbox, is_over, num_free = llm._loop._worker.mailbox, threading.Event(), 40
+    mailbox, is_over, num_free = worker_of(llm).mailbox, threading.Event(), 40
     accept, run_pass = worker.Worker.accept, worker.run_pass
 
     def accepting(own: worker.Worker, queued: worker.Queued) -> None:
@@ -254,7 +255,7 @@ def no_more_threads() -> Iterator[None]:
 
 def settle(llm: LLM) -> None:
     """Waits until the engine has heard of everything that happened before, and done it."""
-    llm._loop.run(lambda engine: None)
+    loop_of(llm).run(lambda engine: None)
 
 
 def check_idle(llm: LLM) -> None:
@@ -264,12 +265,12 @@ def check_idle(llm: LLM) -> None:
     for the next pass to drop.
     """
     settle(llm)
-    experts = llm._engine.experts
+    experts = engine_of(llm).experts
     ledger = experts.host.ledger
     ledger.check_integrity()
     num_held = ledger.num_resident + len(experts.host.read_ahead)
     assert ledger.num_free + num_held == ledger.num_slots
-    assert is_all_free(llm._engine.kv_cache)
+    assert is_all_free(engine_of(llm).kv_cache)
     check_account(llm)
 
 
@@ -293,8 +294,8 @@ def check_second_turn(folder: Path, kept: Path, dtype: str, budget_bytes: int) -
 
 def check_account(llm: LLM) -> None:
     """Assert that an engine's counts of experts add up, whatever was run, cancelled or failed."""
-    stats = llm._loop.stats()  # an `AsyncLLM` may have no event loop here
-    account, slot_bytes = account_of(stats), llm._engine.experts.host.slots.layout.num_bytes
+    stats = loop_of(llm).stats()  # an `AsyncLLM` may have no event loop here
+    account, slot_bytes = account_of(stats), engine_of(llm).experts.host.slots.layout.num_bytes
     for name in ("rows", "moves", "prefetched"):
         total, *parts = account[name].values()
         assert total == sum(parts) and min(parts) >= 0, (name, account[name])
@@ -307,7 +308,7 @@ def check_account(llm: LLM) -> None:
 
 def stored_bytes(llm: LLM) -> list[int]:
     """Return the bytes of an expert of each layer in the checkpoint."""
-    return [sum(layer.part_bytes) for layer in llm._engine.facts.weight_map.experts.layers]
+    return [sum(layer.part_bytes) for layer in engine_of(llm).facts.weight_map.experts.layers]
 
 
 @contextmanager
@@ -338,7 +339,7 @@ def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[list[in
 
 def residents(llm: LLM) -> list[list[int]]:
     """Of each layer, in the fast tier."""
-    experts = llm._engine.experts
+    experts = engine_of(llm).experts
     ledger = experts.host.ledger if experts.device is None else experts.device.link.ledger
     return [ledger.is_resident(i).nonzero()[0].tolist() for i in range(ledger.num_layers)]
 

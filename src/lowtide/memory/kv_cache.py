@@ -134,6 +134,16 @@ class KVCache:
         return self._num_unused_tokens + sum(kept.capacity for kept in self._kept)
 
     @property
+    def taken(self) -> tuple[KVRange, ...]:
+        """All ranges in ascending order of their starts, kept ones included."""
+        return tuple(self._taken)
+
+    @property
+    def kept(self) -> tuple[KVRange, ...]:
+        """Kept ranges; the first is the first to be dropped."""
+        return tuple(self._kept)
+
+    @property
     def is_unused(self) -> bool:
         """True if all ranges are kept ones."""
         return len(self._taken) == len(self._kept)

@@ -71,7 +71,7 @@ class KeptRoom(KeptRule):
 
     def gives_way(self, kv_range: KVRange, num_tokens: int) -> bool:
         age_passes = self.num_passes - self._kept_at.get(kv_range, self.num_passes)
-        prices = self._prices()
+        prices = self.prices
         snapshots_bytes = kv_range.num_snapshots * self._snapshot_bytes
         if prices is not None and snapshots_bytes:  # each token that is saved takes its share
             each_bytes = snapshots_bytes // max(1, kv_range.num_usable)
@@ -92,15 +92,17 @@ class KeptRoom(KeptRule):
         self.num_given_up += is_given_up
         return is_given_up
 
-    def as_dict(self) -> dict[str, float]:
-        """Return the number of kept sequences, and of those given up so far."""
-        return {"num_kept": len(self._kept_at), "num_kept_given_up": self.num_given_up}
-
-    def _prices(self) -> MemoryPrices | None:
+    @property
+    def prices(self) -> MemoryPrices | None:
+        """Prices by the measured times; None until all of them are measured."""
         token_s, read_s = self._prompt_row.each_s, self._miss.each_s
         if self.slot_use is None or token_s is None or read_s is None:
             return None
         return MemoryPrices(token_s, self._token_bytes, read_s, self._slot_bytes)
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the number of kept sequences, and of those given up so far."""
+        return {"num_kept": len(self._kept_at), "num_kept_given_up": self.num_given_up}
 
 
 class _MeanSeconds:
