@@ -8,7 +8,13 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import (
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+    IncompleteRead,
+)
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -88,7 +94,8 @@ class Server:
                     told = self._error_text(response.read(_MAX_BYTES))
             except (OSError, HTTPException, UnicodeError) as error:
                 raise UsageError(
-                    f"{self.url} cannot be asked: {error!r}. `lowtide serve MODEL` starts a server."
+                    f"{self.url} cannot be reached: {_reason(error)}. `lowtide serve MODEL` starts "
+                    "a server."
                 ) from None
             if response.status != 200:
                 way_out = f" Its key goes into {KEYS[0]}." if response.status == 401 else ""
@@ -97,7 +104,10 @@ class Server:
                 with response:
                     yield response
             except (OSError, HTTPException) as error:
-                raise UsageError(f"{self.url} ended an answer half-way: {error!r}.") from None
+                raise UsageError(
+                    f"{self.url} broke off its answer: {_reason(error)}. Ask again; the server's "
+                    "log may say more."
+                ) from None
 
     def _deltas(self, response: HTTPResponse) -> Iterator[Delta]:
         while line := response.readline(_MAX_BYTES):
@@ -117,7 +127,10 @@ class Server:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise UsageError(f"{self.url} answers what is no JSON object: {text[:80]!r}.")
+            raise UsageError(
+                f"{self.url} does not answer with a JSON object, as a server with OpenAI's API "
+                f"does, but with {text[:80]!r}."
+            )
         return found
 
     def _error_text(self, text: bytes) -> str:
@@ -204,6 +217,15 @@ def _address(url: str) -> SplitResult:
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
     raise UsageError(f"--url is a server's address such as http://localhost:8000, not {url!r}.")
+
+
+def _reason(error: Exception) -> str:
+    """Describe a failed connection or a broken answer."""
+    if isinstance(error, TimeoutError):
+        return f"nothing came for {_TIMEOUT_S:g} s"
+    if isinstance(error, IncompleteRead):
+        return "the connection was closed"
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def server_at(url: str) -> Server:
