@@ -202,7 +202,7 @@ def _fields(request: Request) -> dict[str, Any]:
 IMPOSSIBLE = {
     "deep": nested_schema(70),
     "chain": {
-        "$ref": "#/$defs/d0",
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
         "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(999)},
     },
 }

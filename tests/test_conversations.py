@@ -109,7 +109,7 @@ def test_several_at_once_and_n_answers_stay_within_the_plan(
     Before anything was measured kept keys take no planned slot; after that they may, where they
     save more, and never the last ones.
     """
-    monkeypatch.setattr(KeptRoom, "_prices", lambda room: DEAR_KEYS if is_measured else None)
+    monkeypatch.setattr(KeptRoom, "prices", DEAR_KEYS if is_measured else None)
     options: dict[str, Any] = {"context": 512, "dtype": "float32"}
     plan = plan_model(models["qwen3_moe"], **options)
     budget = plan.minimum_bytes + 6 * plan.host.slot_bytes
@@ -154,7 +154,7 @@ def test_keys_that_nothing_goes_on_from_give_way_to_experts(
     long, short = [(7 * i) % 90 for i in range(400)], [5, 6, 7]
     slots, words = [], []
     for prices in (DEAR_KEYS, DEAR_SLOTS):
-        monkeypatch.setattr(KeptRoom, "_prices", lambda room, prices=prices: prices)
+        monkeypatch.setattr(KeptRoom, "prices", prices)
         with LLM(models["qwen3_moe"], host_memory=budget, **options) as llm:
             llm.generate([long], params("qwen3_moe"))
             kept = llm.stats()["num_kept"]

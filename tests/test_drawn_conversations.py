@@ -318,7 +318,7 @@ def converse(number: int, subjects: Subjects) -> Counter[str]:
     prices = rng.choice((None, DEAR_KEYS, DEAR_SLOTS))
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.object(KeptRoom, "_prices", lambda room: prices),
+        patch.object(KeptRoom, "prices", prices),
         patch.object(batch_decoder, "ROOM_TOKENS", rng.choice((4, 16, 256))),
     ):
         talk = Talk(kind, subjects.of(kind), rng, Path(folder))

@@ -143,7 +143,7 @@ def test_who_has_no_room_for_states_waits() -> None:
 def test_snapshots_are_weighed_as_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """A range saves its tokens, and costs its keys and its snapshots."""
     room, asked = KeptRoom(1000, 100, 1 << 20, snapshot_bytes=5000), list[int]()
-    monkeypatch.setattr(room, "_prices", lambda: MemoryPrices(1e-3, 100, 1e-3, 1 << 20))
+    monkeypatch.setattr(KeptRoom, "prices", MemoryPrices(1e-3, 100, 1e-3, 1 << 20))
     room.slot_use = lambda num_bytes: float(bool(asked.append(num_bytes))) + 0.5
     kv = KVRange(0, 64, num_usable=50, num_kept=1)  # and nothing of it is stored
     room.kept(kv)
