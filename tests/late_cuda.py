@@ -410,9 +410,13 @@ def _in_range(index: Any) -> Any:
 
 @contextmanager
 def late_cuda(
-    patch: pytest.MonkeyPatch, seed: int = 0, haste: float = 0.0, total_bytes: int = TOTAL_BYTES
+    patch: pytest.MonkeyPatch,
+    seed: int = 0,
+    haste: float = 0.0,
+    total_bytes: int = TOTAL_BYTES,
+    capability: tuple[int, int] = (9, 0),
 ) -> Iterator[LateGpu]:
-    """Meanwhile torch has a GPU of `total_bytes`."""
+    """Meanwhile torch has a GPU of `total_bytes` and a compute capability."""
     gpu = LateGpu(seed, haste)
     run = InterpretedFunction.run
 
@@ -435,6 +439,7 @@ def late_cuda(
         "cudart": lambda: gpu.cudart,
         "device_count": lambda: 1,
         "empty_cache": lambda: None,
+        "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: "late",
         "get_device_properties": lambda device=None: properties,
         "max_memory_allocated": lambda device=None: 0,

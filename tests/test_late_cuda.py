@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import torch
 from late_cuda import CUDA, LateGpu, late_cuda
+from test_buddymoe import profiled
 
 from lowtide.core import Costs, Curve, Facts, MoEShape, RoutedTokens
 from lowtide.devices import cuda
@@ -94,12 +95,18 @@ class Case:
         return completion.token_ids, llm.logits([*PROMPT, *completion.token_ids])
 
     def open(self, share: float, policy: str, **options: Any) -> LLM:
-        """With a share of the experts' bytes beyond the least budget."""
+        """With a share of the experts' bytes beyond the least budget, of the device's memory."""
         plan = plan_model(self.folder, device="cuda", **self.options)
         budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
         policy = policy if plan.num_experts else "auto"
         given = {"device": "cuda", "gpu_memory": budget, "policy": policy}
         return LLM(self.folder, **self.options, **given, **options)
+
+    def open_from_disk(self, policy: str, **options: Any) -> LLM:
+        """With half of the experts in host memory: the others are read when they are needed."""
+        home = plan_model(self.folder, device="cuda", **self.options).host
+        num_bytes = home.used_bytes - home.num_slots // 2 * home.slot_bytes
+        return self.open(0.3, policy, host_memory=num_bytes, **options)
 
     def check(self, llm: LLM) -> None:
         ids, logits = self.answer(llm)
@@ -151,6 +158,90 @@ def test_every_policy_says_the_same(
         with small_case.open(0.5, policy) as llm:
             assert llm.device == "late"
             small_case.check(llm)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+@pytest.mark.filterwarnings("ignore:.*cannot be pinned")
+@pytest.mark.parametrize("policy", ["lowtide", "tide", "dali"])
+@pytest.mark.parametrize("name", ["small_case", "diffusion_case"])
+def test_experts_whose_home_is_the_disk_say_the_same(
+    name: str, policy: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case: Case = request.getfixturevalue(name)
+    with late_cuda(monkeypatch, seed=2, haste=0.2), case.open_from_disk(policy) as llm:
+        case.check(llm)
+        assert llm.stats()["read_bytes"] > 0
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+@pytest.mark.parametrize("name", ["small_case", "diffusion_case"])
+@pytest.mark.parametrize("is_lossless", [True, False])
+def test_buddies_beside_a_gpu(
+    name: str, is_lossless: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same words where none may stand in, and otherwise a receipt of those that did."""
+    case: Case = request.getfixturevalue(name)
+    options = {"miss": "buddy", "max_mass": "off", "tae": "off", "beta": "off"}
+    if is_lossless:
+        options["rho"] = "0"
+    with profiled() as seen, late_cuda(monkeypatch, seed=2, haste=0.2):
+        with case.open(0.4, "buddymoe", policy_options=options) as llm:
+            if is_lossless:
+                case.check(llm)
+                return
+            [completion] = llm.generate([PROMPT], case.params)
+            receipt = completion.usage.receipt
+            assert seen[0].asked and receipt is not None and receipt.num_substituted > 0
+            assert llm.stats()["num_substituted_rows"] > 0
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+def test_a_driver_that_pins_only_a_part_of_the_memory(
+    small_case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so once, the words are the same, and what was pinned is unpinned at the end."""
+    with late_cuda(monkeypatch, seed=4, haste=0.2) as gpu:
+        monkeypatch.setattr(gpu, "pin", pin_without_the_system(gpu))
+        register = gpu.cudart.cudaHostRegister
+        answers: list[int] = []
+
+        def register_one(address: int, num_bytes: int, flags: int) -> int:
+            answers.append(2 if answers else register(address, num_bytes, flags))
+            return answers[-1]
+
+        monkeypatch.setattr(gpu.cudart, "cudaHostRegister", register_one)
+        before = dict(gpu.cudart.ranges)
+        pinned = PinnedMemory()
+        first = pinned.make_arena(4096)
+        with pytest.warns(UserWarning, match="cannot be pinned .CUDA error 2") as told:
+            second = pinned.make_arena(1 << 20)
+        assert len(told) == 1 and answers == [0, 2]
+        assert pinned.holds(first.bytes) and not pinned.holds(second.bytes)
+        pinned.close()
+        assert gpu.cudart.ranges == before
+        # The home is refused; what the device itself reads and writes is pinned already.
+        with pytest.warns(UserWarning, match="cannot be pinned") as told:
+            llm = small_case.open(0.5, "lowtide")
+        with llm:
+            small_case.check(llm)
+        assert sum("cannot be pinned" in str(each.message) for each in told) == 1
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_bfloat16_is_refused_on_a_gpu_that_has_no_products_of_it(
+    device: str, small_case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {**OPTIONS, "device": device}
+    with late_cuda(monkeypatch, capability=(7, 5)):
+        with pytest.raises(UnsupportedError, match="bfloat16 on late: .* 7.5, .* --dtype float16"):
+            plan_model(small_case.folder, dtype="bfloat16", **given)
+        for dtype in ("float16", "float32"):
+            assert plan_model(small_case.folder, dtype=dtype, **given).device == "cuda"
+    with late_cuda(monkeypatch, capability=(8, 0)):
+        assert plan_model(small_case.folder, dtype="bfloat16", **given).device == "cuda"
 
 
 def pin_without_the_system(gpu: LateGpu) -> Any:

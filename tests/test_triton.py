@@ -264,7 +264,15 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert found["combine"]["mul.rn.f32"] and found["combine"]["add.rn.f32"]
     assert not found["combine"]["fma."] and not found["rotate on 120"]["fma."]
     assert found["hopper"]["wgmma.mma"]
-    for name in ("head bf16 on 80", "head bf16 guided on 86", "head bf16 guided on 120"):
+    assert found["bf16 _gate_up 64 on 89"]["mma.sync"] and found["bf16 _down 16 on 89"]["mma.sync"]
+    for name in ("head bf16 on 100", "bf16 _gate_up 64 on 100"):  # by the tensor memory of a B200
+        assert found[name]["tcgen05.mma"]
+    for name in (
+        "head bf16 on 80",
+        "head bf16 on 89",
+        "head bf16 guided on 86",
+        "head bf16 guided on 120",
+    ):
         assert found[name]["mma.sync"] and found[name]["cp.async.cg"]
     assert found["head bf16 on 90"]["wgmma.mma"] and found["head bf16 guided on 90"]["wgmma.mma"]
     # A block of consumer GPUs since Ampere may have 99 KiB (CUDA's table of compute capabilities).

@@ -19,26 +19,25 @@ from lowtide.core import Costs, Curve
 from lowtide.engine.running import device as device_engine
 from lowtide.engine.running import pass_room
 from lowtide.kernels import triton_head, triton_routing, triton_rows
-from lowtide.kernels.reference import Kernels
-from lowtide.kernels.triton_kernels import TritonKernels
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.params import DiffusionParams, SamplingParams
 
 KERNELS = {
     triton_rows: ("rms_norm", "rotate", "normalise_and_rotate"),
-    triton_routing: ("choose_experts",),
+    triton_routing: ("choose_experts", "sort_pairs", "combine"),
     triton_head: ("reduce_tiles", "join_tiles"),
 }
+ROUTING = {"choose_experts", "sort_pairs", "combine"}
 USED = {
-    "llada2": {"rms_norm", "normalise_and_rotate", "choose_experts"},
-    "deepseek_v2": {"rms_norm", "rotate", "choose_experts"},
-    "gpt_oss": {"rms_norm", "rotate", "choose_experts"},
+    "llada2": {"rms_norm", "normalise_and_rotate", *ROUTING},
+    "deepseek_v2": {"rms_norm", "rotate", *ROUTING},
+    "gpt_oss": {"rms_norm", "rotate", *ROUTING},
 }
 HEAD = {"reduce_tiles", "join_tiles"}
 USED_BY_DENOISING = {
     "llada": {"rms_norm", "rotate", *HEAD},
-    "llada_moe": {"rms_norm", "normalise_and_rotate", "choose_experts", *HEAD},
+    "llada_moe": {"rms_norm", "normalise_and_rotate", *ROUTING, *HEAD},
     "dream": {"rms_norm", "rotate", *HEAD},
 }
 
@@ -47,13 +46,11 @@ USED_BY_DENOISING = {
 def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of `KERNELS` that have run.
 
-    Experts and their sums are torch's: they have tests of their own, and take long.
+    Experts are torch's: they have tests of their own, and take long.
     """
     curve = Curve([(1, 1e-4), (512, 1e-3)])
     stored = SimpleNamespace(costs=Costs(1, 2e-4, curve, curve, curve, 1e-5))
     monkeypatch.setattr(device_engine, "stored_or_measured", lambda key, measure: stored)
-    for name in ("sort_pairs", "combine", "top_experts"):
-        monkeypatch.setattr(TritonKernels, name, getattr(Kernels, name))
     used: set[str] = set()
 
     def noted(name: str, kernel: Callable[..., object], *given: object, **named: object) -> object:

@@ -30,6 +30,7 @@ INSTRUCTIONS = (
     "mul.rn.f32",
     "add.rn.f32",
     "wgmma.mma",
+    "tcgen05.mma",
 )
 TARGET = GPUTarget("cuda", 80, 32)
 
@@ -161,6 +162,22 @@ def main() -> None:
                 (gate_up, gate_up_types, gate_up_blocks, small, 80),
                 (gate_up, gate_up_types, gate_up_blocks, large, 90),
                 (down, down_types, down_blocks, small, 80),
+                (gate_up, gate_up_types, gate_up_blocks, small, 89),
+                (down, down_types, down_blocks, small, 100),
+            )
+        },
+        **{
+            f"bf16 {kernel.__name__} {rows} on {capability}": compiled(
+                kernel,
+                types,
+                blocks(rows, chosen),
+                GPUTarget("cuda", capability, 32),
+                **stages,
+            )
+            for capability in (89, 100)  # an RTX 4060, a B200
+            for kernel, types, chosen, rows in (
+                (gate_up, gate_up_types, gate_up_blocks, large),
+                (down, down_types, down_blocks, small),
             )
         },
         "float32 q4": compiled(
@@ -188,6 +205,8 @@ def main() -> None:
                 (True, "fp32", 86),
                 (False, "bf16", 90),
                 (True, "bf16", 90),
+                (False, "bf16", 89),
+                (False, "bf16", 100),
                 (True, "bf16", 120),
             )
         },
@@ -210,7 +229,7 @@ def main() -> None:
             f"{name} on {capability}": compiled(
                 kernel, types, constants, GPUTarget("cuda", capability, 32), **options
             )
-            for capability in (80, 120)
+            for capability in (80, 89, 100, 120)
             for name, kernel, types, constants, options in (
                 ("sigmoid", triton_routing._choose_experts, choose, sigmoid, one_warp),
                 ("softmax", triton_routing._choose_experts, narrow_choose, softmax, one_warp),

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from lowtide.devices.kind import KINDS, OWN_DEVICES
 from lowtide.errors import UnsupportedError, UsageError
 
+_BFLOAT16_CAPABILITY = (8, 0)
+"""CUDA's least compute capability with tensor cores for bfloat16 (Ampere)."""
+
 
 def check_device(name: str, options: Mapping[str, str]) -> None:
     """Raise UsageError for an unknown device or device option; needs no model."""
@@ -37,6 +40,27 @@ def resolve_device(name: str) -> str:
     if name == "auto":
         return "cuda" if _has_gpu() else "cpu"
     return name
+
+
+def check_compute_dtype(device: str, dtype: str) -> None:
+    """Raise UnsupportedError for bfloat16 on a GPU that has no products of it.
+
+    torch emulates them there, many times slower, and says nothing.
+    """
+    if device != "cuda" or dtype != "bfloat16":
+        return
+    import torch
+
+    capability = torch.cuda.get_device_capability(0)
+    if capability < _BFLOAT16_CAPABILITY:
+        name, found, least = (
+            torch.cuda.get_device_name(0),
+            *(".".join(map(str, each)) for each in (capability, _BFLOAT16_CAPABILITY)),
+        )
+        raise UnsupportedError(
+            f"bfloat16 on {name}: this GPU has compute capability {found}, and multiplies bfloat16 "
+            f"from {least} on. Choose --dtype float16, or --device cpu."
+        )
 
 
 def _has_gpu() -> bool:

@@ -19,7 +19,7 @@ from lowtide.config import ModelConfig, StateArray
 from lowtide.core import CacheMode, MoEShape, Reuse, align_up
 from lowtide.engine.opening import weight_formats
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.opening.device_choice import resolve_device
+from lowtide.engine.opening.device_choice import check_compute_dtype, resolve_device
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
@@ -180,6 +180,7 @@ class MemoryFacts:
         device, schema = resolve_device(asked.device), model_schema(config)
         dtype_name = asked.dtype or config.dtype
         dtype = getattr(torch, dtype_name)
+        check_compute_dtype(device, dtype_name)
         asked.formats.check(dtype_name, device)
         has_gpu = device == "cuda"
         dense_formats = weight_formats.dense_formats(asked.formats, schema, weight_map, has_gpu)
