@@ -40,6 +40,8 @@ from lowtide.progress import Progress, no_progress
 SAMPLE_S = 0.1
 """Least time between two passes that count, for those who watch, what needs a synchronisation."""
 
+_ON_DEVICE, _ON_HOST, _FROM_DISK = range(3)  # where a row's expert is run, or comes from
+
 
 class Observer(Protocol):
     """Read-only hook, called after each layer, for example by a trace or a comparison."""
@@ -93,6 +95,7 @@ class ExpertRuntime:
         self.stats = ExpertStats()
         self._is_under_way = False  # a step, or what has to be cleared up after one
         self._hits: IntArray = np.zeros((shape.num_layers, shape.num_experts), np.int64)
+        self._place: IntArray = np.zeros(shape.num_experts, np.int64)  # scratch of `_count_rows`
         self._compiled = executor.compiled_residents(self._hits, self._abandon)
 
     @property
@@ -309,30 +312,38 @@ class ExpertRuntime:
     def _count_rows(self, facts: Facts, run: Facts | None, decision: Decision) -> None:
         """Count the pairs of row and expert that the router chose, by where they run."""
         stats, known = self.stats, run or facts
-        tokens = np.zeros(len(facts.is_kept), np.int64)
-        tokens[known.demand.experts] = known.demand.num_tokens
-        num_rows = int(facts.demand.num_tokens.sum())
+        experts, num_tokens = known.demand.experts, known.demand.num_tokens
         if run is not None and run.routing is not None and facts.routing is not None:
             is_own = ~replaced(run.routing, facts.routing)  # others stand in
-            tokens = np.bincount(run.routing.experts[is_own], minlength=len(tokens))
-        resident, fetch, host = decision.assignment
+            own = np.bincount(run.routing.experts[is_own], minlength=len(facts.is_kept))
+            num_tokens = own[experts]
+        place = self._place
+        place.fill(_ON_DEVICE)
+        place[decision.assignment.host] = _ON_HOST
         is_read = self._is_read(known)
-        num_fetched, num_hosted = tokens[fetch], tokens[host]
-        num_read = int(num_fetched[is_read[fetch]].sum() + num_hosted[is_read[host]].sum())
-        num_run = int(tokens[resident].sum()), int(num_fetched.sum()), int(num_hosted.sum())
+        if is_read is not None:
+            place[is_read] = _FROM_DISK
+            place[decision.assignment.resident] = _ON_DEVICE
+        on_device, on_host, from_disk = map(
+            int, np.bincount(place[experts], num_tokens, 3).tolist()
+        )
+        num_run = on_device + on_host + from_disk
+        num_rows = num_run if run is None else int(facts.demand.num_tokens.sum())
         stats.num_expert_rows += num_rows
-        stats.num_substituted_rows += num_rows - sum(num_run)
-        stats.num_disk_rows += num_read
-        hosted = num_run[2] - int(num_hosted[is_read[host]].sum())
-        stats.num_host_rows += hosted
-        stats.num_device_rows += sum(num_run) - num_read - hosted
+        stats.num_substituted_rows += num_rows - num_run
+        stats.num_disk_rows += from_disk
+        stats.num_host_rows += on_host
+        stats.num_device_rows += on_device
 
-    def _is_read(self, facts: Facts) -> BoolArray:
-        """Mark the experts that have to be read from disk before they run, [num_experts]."""
+    def _is_read(self, facts: Facts) -> BoolArray | None:
+        """Mark the experts that have to be read from disk before they run, [num_experts].
+
+        None if all are in host memory.
+        """
         if self.device is None:
             return ~facts.is_kept
         if facts.is_at_host is None:
-            return np.zeros(len(facts.is_kept), np.bool_)
+            return None
         is_read = ~facts.is_at_host
         if facts.arriving_s is not None:  # from host memory, whose slot another expert may have now
             is_read[facts.demand.experts[np.isfinite(facts.arriving_s)]] = False
