@@ -57,6 +57,14 @@ AVX512_BF16 INLINED __m512 two_halves(const u8* halves) {
             _mm_set1_epi16(number_at<short>(halves))));
 }
 
+// One float32 of memory in all lanes, as an integer: compilers make that vpbroadcastd, for which no
+// unit is needed, where vbroadcastss goes by one that shuffles (docs/log).
+AVX512_BF16 INLINED __m512 everywhere(const float& value) {
+    std::int32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
+}
+
 // What was written is broadcast from there: compilers would rather shuffle it out of a register.
 INLINED void stays_in_memory(const void* numbers) {
     asm volatile("" : : "r"(numbers) : "memory");
@@ -238,8 +246,8 @@ struct Span {
     AVX512_BF16 INLINED void two(const u8* b, long i, long distance, __m512i (&out)[2]) const {
         using Of = Block<Type>;
         const u8* const second = b + distance;
-        const __m512 d_i = _mm512_set1_ps(d[i]), m_i = _mm512_set1_ps(m[i]);
-        const __m512 d_j = _mm512_set1_ps(d[i + 1]), m_j = _mm512_set1_ps(m[i + 1]);
+        const __m512 d_i = everywhere(d[i]), m_i = everywhere(m[i]);
+        const __m512 d_j = everywhere(d[i + 1]), m_j = everywhere(m[i + 1]);
         if constexpr (HAS_SIXTEEN<Type>) {
             const __m512i table = rounded(Of::sixteen(d_i, m_i), Of::sixteen(d_j, m_j));
             out[0] = look_up_first(nibbles(b + Of::NUMBERS), table);

@@ -35,8 +35,8 @@ struct SixBits {
 
     AVX512_BF16 INLINED void begin(const u8* b) { scales_and_offsets(b, scales); }
 
-    AVX512_BF16 INLINED __m512 scale(int group) const { return _mm512_set1_ps(scales[group]); }
-    AVX512_BF16 INLINED __m512 offset(int group) const { return _mm512_set1_ps(scales[8 + group]); }
+    AVX512_BF16 INLINED __m512 scale(int group) const { return everywhere(scales[group]); }
+    AVX512_BF16 INLINED __m512 offset(int group) const { return everywhere(scales[8 + group]); }
 };
 
 template <>
@@ -92,8 +92,8 @@ struct Span<Q6K> {
             const int part = 2 * number + i;  // 32 weights
             const u8* const of_part = numbers + 32 * part;
             out[i] = scaled(
-                sixteen(of_part), sixteen(of_part + 16), _mm512_set1_ps(scales[2 * part]),
-                _mm512_set1_ps(scales[2 * part + 1]));
+                sixteen(of_part), sixteen(of_part + 16), everywhere(scales[2 * part]),
+                everywhere(scales[2 * part + 1]));
         }
     }
 
@@ -216,8 +216,8 @@ struct Span<Iq4Xs> {
     AVX512_BF16 INLINED void step(const u8* b, int pair, __m512i (&out)[2]) const {
         const __m512 values = _mm512_loadu_ps(IQ4_VALUES);
         const __m512i table = rounded(
-            _mm512_mul_ps(_mm512_set1_ps(scales[2 * pair]), values),
-            _mm512_mul_ps(_mm512_set1_ps(scales[2 * pair + 1]), values));
+            _mm512_mul_ps(everywhere(scales[2 * pair]), values),
+            _mm512_mul_ps(everywhere(scales[2 * pair + 1]), values));
         const u8* const q = b + 8 + 32 * pair;
         out[0] = look_up_first(nibbles(q), table);
         out[1] = look_up_second(nibbles(q + 16), table);
@@ -242,8 +242,8 @@ struct GridSpan {
             const __m256i numbers = thirty_two_numbers<Type>(b, part);
             out[i] = scaled(
                 _mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1),
-                _mm512_set1_ps(scales[32 * part / Type::GROUP]),
-                _mm512_set1_ps(scales[(32 * part + 16) / Type::GROUP]));
+                everywhere(scales[32 * part / Type::GROUP]),
+                everywhere(scales[(32 * part + 16) / Type::GROUP]));
         }
     }
 };
