@@ -252,7 +252,10 @@ def test_commands() -> None:
         ("/set num_ctx 4096", "context"),
         ("/set temperature hot", "/set temperature: expected a number"),
         ("/set temperature -1", "temperature must be a number"),
-        ("/set top_k none", "expected an integer, not 'none'; /set top_k default takes back"),
+        (
+            "/set top_k none",
+            "an integer (4k is 4096), not 'none'; /set top_k default takes",
+        ),
         ("/set logprobs 3", "'logprobs' is no parameter"),
         ("/nothing at all", "Unknown command /nothing"),
         ("/retry", "no message yet"),

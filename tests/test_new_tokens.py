@@ -89,6 +89,19 @@ def test_diffusion_models_fill_the_room(name: str) -> None:
         assert lengths(llm, [[7] * 5]) == [room]
 
 
+@pytest.mark.parametrize("block_length", [1, 3, 5, 7, 20, CONTEXT])
+def test_blocks_of_a_request_s_own_length_fill_the_room(block_length: int) -> None:
+    """In whole blocks: the last one must not reach beyond what the KV cache holds."""
+    asked = SamplingParams(diffusion=DiffusionParams(block_length=block_length))
+    with LLM(GOLDENS / "llada2-a", context=CONTEXT) as llm:
+        room = llm.max_new_tokens(5, asked)
+        free = llm.plan.context - 5
+        assert free - block_length < room <= free
+        assert lengths(llm, [[7] * 5], block_length=block_length, steps=1) == [room]
+        with pytest.raises(PlanError, match="Lower max_tokens or raise context"):
+            llm.generate([[7] * 5], max_tokens=room + 1, block_length=block_length)
+
+
 def test_what_is_no_count_is_refused() -> None:
     """Too long a prompt leaves nothing, not less than that."""
     with LLM(GOLDENS / "llada-a", context=CONTEXT) as llm:

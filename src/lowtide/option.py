@@ -284,7 +284,7 @@ def _integer(raw: object) -> int:
         text = _text(raw)
         return int(text[:-1]) << 10 if text[-1] in "kK" else int(text)  # 8k is 8,192
     except ValueError:
-        raise ValueError(f"expected an integer, not {shown(raw)}") from None
+        raise ValueError(f"expected an integer (4k is 4096), not {shown(raw)}") from None
 
 
 def _number(raw: object) -> float:

@@ -102,8 +102,10 @@ class Intake:
                 f"{num_prompt} prompt tokens and {max_tokens} new ones are more than the "
                 f"{self.config.max_positions} positions of this model. Lower max_tokens."
             )
+        own_length = self.config.decoding.block_length
         canvas = align_up(num_prompt + max_tokens, block_length)
-        if canvas > align_up(self.context, block_length):
+        # The KV cache holds whole blocks of the model's own length.
+        if canvas > min(align_up(self.context, unit) for unit in (block_length, own_length)):
             if not max_tokens:
                 raise PlanError(
                     f"A text of {num_prompt} tokens does not fit: the context is {self.context}. "

@@ -130,7 +130,10 @@ class Kind(abc.ABC, Generic[D, S, C]):
         self, num_prompt: int, diffusion: DiffusionParams, context: int, max_positions: int
     ) -> int:
         """Return the longest answer that context and positions allow; negative if none."""
-        return min(align_up(context, self.room_unit(diffusion)), max_positions) - num_prompt
+        unit = self.room_unit(diffusion)
+        held = align_up(context, self.decoding.block_length)  # by the KV cache
+        room = min(align_up(context, unit), held - held % unit)
+        return min(room, max_positions) - num_prompt
 
     def check_room(self, num_prompt: int, params: SamplingParams, context: int) -> None:
         """Raise PlanError if there is no room for what an answer needs beside its own tokens."""

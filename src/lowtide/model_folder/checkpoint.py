@@ -307,7 +307,7 @@ def _entry(
     if end > size - start:
         raise ValueError(
             f"tensor {shown(name)} ends at byte {end} of {size - start} data bytes; the file of "
-            f"{size} bytes is truncated or its header is wrong"
+            f"{size} bytes is truncated or its header is wrong; fetch it again"
         )
     bits = _num_elements(name, shape) * DTYPE_BITS[dtype]
     if bits != 8 * (end - begin):

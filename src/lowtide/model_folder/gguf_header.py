@@ -239,7 +239,10 @@ def _fail_without_magic(cursor: _Cursor) -> NoReturn:
     if found is not None:
         cursor.fail(f"it is {found}")
     piece = _of_pieces(cursor.file.path)
-    cursor.fail(f"it is no GGUF file: it begins with {bytes(cursor.buffer[:4])!r}{piece}")
+    cursor.fail(
+        f"it is no GGUF file: it begins with {bytes(cursor.buffer[:4])!r}, not with b'GGUF'; fetch "
+        f"it again, or give another file{piece}"
+    )
 
 
 def _of_pieces(path: Path) -> str:
@@ -357,7 +360,8 @@ def _placed(entries: list[_Entry], alignment: int, cursor: _Cursor) -> dict[str,
         if start + offset + num_bytes > cursor.file.num_bytes:
             cursor.fail(
                 f"tensor {shown(name)} ends at byte {start + offset + num_bytes} of "
-                f"{cursor.file.num_bytes}; the file is truncated or its header is wrong"
+                f"{cursor.file.num_bytes}; the file is truncated or its header is wrong; "
+                "fetch it again"
                 f"{_of_pieces(cursor.file.path)}"
             )
         tensors[name] = GgufTensor(found, shape, start + offset, num_bytes)

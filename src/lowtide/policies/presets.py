@@ -111,8 +111,8 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
     _refuse_oracle(name)
     if name != AUTO and name not in CATALOGUE:
         raise UsageError(
-            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. Those of "
-            "your own are the ones that the file of --policy-file registers."
+            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. One of "
+            "your own needs the file that registers it: --policy-file."
             f"{meant(name, preset_names())}"
         )
     parse_options(name, options)
