@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from row_model import RowStatisticsFromLogits
@@ -10,10 +12,10 @@ from lowtide.config import StateArray
 from lowtide.core import Step, StepKind
 from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
-from lowtide.engine.running.elastic import kv_pages, paged_states
+from lowtide.engine.running.elastic import kv_pages, kv_pages_of, paged_states
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Batch, Segment
-from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_cache import KVCache, cache_over
 from lowtide.memory.kv_pages import KVLayout, KVShape
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.states import StateLayout, StateStore
@@ -182,3 +184,45 @@ def make_state_cache(num_tokens: int, num_slots: int, is_elastic: bool = False) 
     pages = kv_pages(PageBudget(num_bytes + layout.num_bytes), layouts, layout)
     states = paged_states(pages, layout)
     return KVCache(pages.storage, pages, places=shape.places, states=states)
+
+
+class WindowedHashModel(HashModel):
+    """Layers of hashes, some of which see the last positions alone."""
+
+    def __init__(self, kv_cache: KVCache, max_rows: int, windows: Sequence[int]) -> None:
+        """windows: of each layer, the positions that a row sees; 0: all."""
+        super().__init__(kv_cache, max_rows, num_layers=len(windows))
+        self.windows = windows
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch.placed(self._kv_cache))
+
+    def _attended(
+        self, layer: int, segment: Segment, positions: np.ndarray, state: np.ndarray
+    ) -> np.ndarray:
+        stop, window = segment.end_position, self.windows[layer] or segment.end_position
+        rows = torch.from_numpy(mix(state).view(np.int64))[:, None, None]
+        self._kv_cache.write(layer, segment.kv, segment.first_position, rows, ~rows)
+        first = max(0, segment.first_position + 1 - window)
+        read = self._kv_cache.read(layer, segment.kv, stop, first)
+        keys, values = (x.numpy().ravel() for x in read)
+        assert (keys == ~values).all(), "keys that nobody wrote"
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys.view(np.uint64))])
+        seen = sums[positions + 1 - first] - sums[np.maximum(0, positions + 1 - window) - first]
+        return mix(seen ^ state)
+
+
+def make_windowed_cache(
+    num_tokens: int, windows: Sequence[int], max_rows: int, is_elastic: bool = False
+) -> KVCache:
+    """Make the cache of a `WindowedHashModel`; max_rows 0: one that keeps everything."""
+    shape = KVShape.of([(2, 1, 1)] * len(windows), num_tokens)
+    if max_rows:
+        shape = KVShape.of([(2, 1, 1)] * len(windows), num_tokens, windows, max_rows)
+    dtype = torch.int64
+    if is_elastic:
+        layouts = [KVLayout(each, dtype) for each in shape.storage]
+        num_bytes = sum(each.address_bytes(SMALL_GROUP_BYTES) for each in layouts)
+        pages = kv_pages_of(PageBudget(num_bytes), shape, dtype, None)
+        return cache_over(shape, pages.all_storage, pages)
+    return cache_over(shape, [torch.zeros(each, dtype=dtype) for each in shape.storage])

@@ -26,7 +26,7 @@ from lowtide.kernels.row_statistics import Guidance, Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
-from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_cache import cache_over
 from lowtide.memory.planner import (
     ArenaPlaces,
     Graph,
@@ -241,8 +241,8 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, ker
         kv_shape, layout, states = context.kv_shape, context.state_layout(dtype), None
         if layout is not None:
             states = StateStore(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
-        storage = [torch.zeros(group, dtype=dtype) for group in kv_shape.groups]
-        cache = KVCache(storage, places=kv_shape.places, states=states)
+        storage = [torch.zeros(each, dtype=dtype) for each in kv_shape.storage]
+        cache = cache_over(kv_shape, storage, states=states)
         if not context.keeps_keys:
             cache = TransientKV(kv_shape, dtype)
         compute = Compute(engine.executor, engine.model.compute.kernels, poisoned)

@@ -415,7 +415,8 @@ def test_what_was_changed_is_told_once_and_never_believed(
 @examples(500)
 def test_any_bytes_are_a_head_or_refused(content: bytes, num_tokens: int) -> None:
     """Sizes are bounded before they are used."""
-    facts = kept_file._FACTS.pack(kept_file._MAGIC, b"", b"", num_tokens, num_tokens % 7, b"")
+    sizes = num_tokens, num_tokens % 7, num_tokens % 5
+    facts = kept_file._FACTS.pack(kept_file._MAGIC, b"", b"", *sizes, b"")
     for head in (content, facts + content):
         with tempfile.TemporaryFile() as file:
             file.write(head)

@@ -227,7 +227,7 @@ class OwnLayer {
         keys_.resize(s.num_key_heads * a.head_stride), values_.resize(keys_.size());
         a.keys = keys_.data(), a.values = values_.data();
         a.num_heads = s.num_heads, a.num_key_heads = s.num_key_heads, a.head_dim = s.head_dim;
-        a.scale = 0.3f, a.window = form_.window;
+        a.scale = 0.3f, a.window = form_.window, a.group = form_.window > 0;
         a.has_gates = form_.has_gates;
         if (form_.has_sinks) {
             wide_.push_back(floats(s.num_heads));
@@ -355,10 +355,11 @@ class OwnPass {
         const long value = DELTA.value_heads * DELTA.value_width;
         const long width = std::max({heads, 3 * s.hidden, DELTA.channels()});
         const long product = std::max(2 * size, DELTA.channels() + value);
-        for (long row = 0; row < num_rows; ++row) {
-            const long first = row % 2 * 5, count = 1 + row / 2;
-            tokens_.insert(tokens_.end(), {first, count});
-        }
+        for (long group = 0; group < 2; ++group)  // layers without a window, and those with one
+            for (long row = 0; row < num_rows; ++row) {
+                const long first = row % 2 * 5, count = 1 + row / 2;
+                tokens_.insert(tokens_.end(), {first, count});
+            }
         // The rows of each are adjacent: a fifth of them, and the others.
         const long bounds[] = {0, num_rows / 5, num_rows}, state = state_size(s.hidden);
         states_.resize(4 * state, lowtide::round_bf16(0.75f));

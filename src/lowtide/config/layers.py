@@ -18,7 +18,8 @@ from lowtide.errors import ConfigError
 Mixer = AttentionSpec | LatentAttentionSpec | ShortConvSpec | DeltaNetSpec
 """Part of a layer in which tokens see each other.
 
-It says what a sequence keeps of each token (`cache_shape`) and of all of them (`states`).
+It says what a sequence keeps of each token (`cache_shape`; with a `window` of the last ones alone)
+and of all of them (`states`).
 """
 
 

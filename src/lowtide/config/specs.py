@@ -88,6 +88,7 @@ class LatentAttentionSpec:
     """
 
     states: ClassVar[tuple[StateArray, ...]] = ()
+    window: ClassVar[int] = 0
 
     num_heads: int
     head_dim: int  # of queries and keys
@@ -131,6 +132,7 @@ class ShortConvSpec:
 
     rope: ClassVar[None] = None
     cache_shape: ClassVar[None] = None
+    window: ClassVar[int] = 0
 
     width: int  # channels
     kernel: int  # positions that a row sees, its own included
@@ -148,6 +150,7 @@ class DeltaNetSpec:
 
     rope: ClassVar[None] = None
     cache_shape: ClassVar[None] = None
+    window: ClassVar[int] = 0
 
     key_heads: int  # as many of queries
     value_heads: int

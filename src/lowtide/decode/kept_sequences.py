@@ -154,15 +154,24 @@ class KeptSequences:
             return self._waits_for_states(request, running)
         least = max(MIN_AWAITED_TOKENS, request.block_length)
         prompts = [
-            (sequence.tokens[: len(sequence.request.prompt)], sequence.num_cached + least)
+            (sequence, sequence.tokens[: len(sequence.request.prompt)])
             for sequence in running
             if sequence.request.block_length == request.block_length
         ]
-        unread = [(tokens, worth) for tokens, worth in prompts if len(tokens) >= worth]
+        unread = [
+            (sequence, tokens)
+            for sequence, tokens in prompts
+            if len(tokens) >= sequence.num_cached + least
+        ]
         if not unread:  # as in most passes: nothing is converted then
             return False
-        prompt = np.asarray(request.prompt, np.int64)
-        return any(num_common(tokens, prompt) >= worth for tokens, worth in unread)
+        prompt, (beginning, unit) = np.asarray(request.prompt, np.int64), self._beginning(request)
+        for sequence, tokens in unread:
+            num_shared = num_common(tokens, prompt)
+            if num_shared >= sequence.num_cached + least:
+                sequence.kv.marks.add(min(num_shared, len(beginning)) // unit * unit)
+                return True
+        return False
 
     def end(self, sequence: Running) -> None:
         """Keep a finished sequence if it may be useful, replacing sequences it contains."""
@@ -176,7 +185,8 @@ class KeptSequences:
             is_alike = kept.block_length == block_length
             if is_alike and num_common(kept.tokens, tokens) == len(kept.tokens):
                 self._kv_cache.inherit(kept.kv, sequence.kv)
-                self._kv_cache.free(kept.kv)
+                if self._kv_cache.cut(sequence.kv, len(kept.tokens)) == len(kept.tokens):
+                    self._kv_cache.free(kept.kv)
         self._kv_cache.keep(sequence.kv, len(tokens))
         num_prompt = len(sequence.request.prompt)
         self._kept = [
@@ -198,15 +208,14 @@ class KeptSequences:
             sequence.num_exact = stop
 
     def choose_cuts(self, known: Request, sequence: Running) -> None:
-        """Choose where to copy the states of a sequence that starts with known tokens.
+        """Choose where to copy states and windows of a sequence that starts with known tokens.
 
         A next turn begins before what its template adds for an answer, and another answer there or,
         where that was not known or is long, before the prompt's last token. Where the prompt leaves
         an earlier one, a third may leave both, as behind a system prompt.
         """
-        if self._reuse is Reuse.OFF or not self._kv_cache.has_states:
+        if self._reuse is Reuse.OFF or self._kv_cache.cuts_anywhere:
             return
-        sequence.cuts.clear()
         prompt, unit = self._beginning(known)
         shared = 0
         for kept in self._living():
@@ -220,9 +229,11 @@ class KeptSequences:
         if not self._has_tail:  # so few tokens are not worth a pass of one row
             places.add(len(prompt))
         least = max(sequence.num_cached + 1, MIN_SHARED_TOKENS)
-        sequence.cuts.update(
-            place for place in (each // unit * unit for each in places) if place >= least
-        )
+        chosen = {place for place in (each // unit * unit for each in places) if place >= least}
+        self._kv_cache.mark(sequence.kv, chosen)
+        sequence.cuts.clear()
+        if self._kv_cache.has_states:
+            sequence.cuts.update(chosen)
 
     def copy_states(self, sequence: Running) -> None:
         """Copy a sequence's states after a pass that ended where they may be wanted."""
@@ -287,6 +298,7 @@ class KeptSequences:
                 break
             kv = self._kv_cache.allocate(num_tokens)
             try:
+                self._kv_cache.begin_at(kv, found.num_tokens)
                 self._kv_cache.prepare(kv, found.num_tokens)
                 if self.stored.restore(found, kv):
                     return kv, found.num_tokens

@@ -42,7 +42,7 @@ from lowtide.errors import NumericError, PlanError
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Segment
 from lowtide.memory.chunking import LogitNeeds, bucket
-from lowtide.memory.kv_cache import GRANULE_TOKENS
+from lowtide.memory.kv_pages import GRANULE_TOKENS
 from lowtide.params import (
     AUTOREGRESSIVE_ONLY,
     DEFAULT_CANVAS_TOKENS,

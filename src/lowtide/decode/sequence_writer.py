@@ -92,12 +92,14 @@ class SequenceWriter:
     def _write(self, kept: _Kept) -> int:
         files, tokens = self._files, kept.tokens
         snapshots = self._kv_cache.kept_snapshots(kept.kv, kept.num_kept)
-        if snapshots is None:
+        firsts = self._kv_cache.kept_firsts(kept.kv, kept.num_kept)
+        if snapshots is None or firsts is None:
             raise _Gone
         stored = {entry.name: head for entry, head in files.of_model(kept.model)}
         num_shared = {name: num_common(head.tokens, tokens) for name, head in stored.items()}
         for name, head in stored.items():
-            if num_shared[name] == len(tokens) and {*snapshots} <= {*head.snapshots}:
+            is_cut = self._layout.cut(head, len(tokens), 1) == len(tokens)
+            if num_shared[name] == len(tokens) and is_cut and {*snapshots} <= {*head.snapshots}:
                 files.folder.touch(name)  # all of it is there
                 self._note_stored(name, kept)
                 return 0
@@ -109,14 +111,15 @@ class SequenceWriter:
             and {*head.snapshots} <= {*snapshots}
             and name != new_name
         ]
-        num_bytes = self._layout.file_bytes(len(tokens), len(snapshots))
+        num_bytes = self._layout.file_bytes(len(tokens), len(snapshots), firsts)
         if num_bytes > files.most_bytes:
             raise StorageError(
                 f"{len(tokens)} tokens take {format_size(num_bytes)} of cache_disk, which is "
                 f"{format_size(files.most_bytes)}"
             )
         files.make_room(num_bytes, superseded)
-        head = FileHead.of(kept.model, self._model_name, tokens, snapshots, files.key)
+        of_model = kept.model, self._model_name
+        head = FileHead.of(*of_model, tokens, snapshots, files.key, firsts)
         with files.folder.writing(new_name) as descriptor:
             _write_all(descriptor, head.stored)
             for chunk in self._chunks(kept, head):
@@ -147,8 +150,8 @@ class SequenceWriter:
             if chunk.snapshot:
                 is_there = cache.copy_kept_states(*held, chunk.snapshot, chunk.offset, own)
             else:
-                content = layout.content(stored, len(chunk.tokens))
-                is_there = cache.copy_kept(*held, chunk.tokens.start, content)
+                content = layout.of_group(chunk.group).content(stored, len(chunk.tokens))
+                is_there = cache.copy_kept(*held, chunk.tokens.start, content, chunk.group)
             if not is_there:
                 raise _Gone
             seal(stored, chunk, head, self._files.key)

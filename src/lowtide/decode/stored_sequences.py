@@ -54,7 +54,8 @@ class StoredSequences:
     def find(self, prompt: IntArray, block_length: int, unit: int) -> StoredBeginning | None:
         """Return the file with the longest beginning of a prompt, in multiples of `unit` tokens.
 
-        With states it is the file with the largest snapshot in what they have in common.
+        With states it is the file with the largest snapshot in what they have in common, and with
+        windows one that has all that the next row sees.
         """
         best = None
         try:
@@ -63,8 +64,9 @@ class StoredSequences:
             _log.warning("%s cannot be listed: %s.", self._files.folder.path, error.strerror)
             return None
         for entry, head in stored:
-            num_bytes = self._layout.file_bytes(len(head.tokens), len(head.snapshots))
-            if entry.num_bytes != num_bytes:
+            sizes = len(head.tokens), len(head.snapshots), head.firsts
+            are_windows = len(head.firsts) == len(self._layout.windows)
+            if not are_windows or entry.num_bytes != self._layout.file_bytes(*sizes):
                 self._files.distrust(entry, f"it has {entry.num_bytes} bytes")
                 continue
             num_tokens = self._layout.cut(head, num_common(head.tokens, prompt), unit)
@@ -73,12 +75,16 @@ class StoredSequences:
         return best
 
     def restore(self, found: StoredBeginning, kv: KVRange) -> bool:
-        """Read keys, values and snapshots into a new range with memory.
+        """Read keys, values and snapshots into a new range with memory, after `begin_at`.
 
         Returns False if the file is damaged or gone; `find` then returns another.
         """
         folder, name, num_tokens = self._files.folder, found.entry.name, found.num_tokens
-        rows = self._kv_cache.rows(kv, 0, num_tokens)
+        firsts = self._kv_cache.firsts(kv)
+        rows = [
+            self._kv_cache.rows_of(kv, first, num_tokens - first, group)
+            for group, first in enumerate(firsts)
+        ]
         states = self._kv_cache.restored_states(kv, num_tokens, found.head.snapshots)
 
         def place(chunk: Chunk, content: NDArray[np.uint8]) -> None:
@@ -86,15 +92,19 @@ class StoredSequences:
                 target = states[chunk.snapshot]
                 target[chunk.offset : chunk.offset + chunk.num_bytes] = content
                 return
-            first, count = chunk.tokens.start, len(chunk.tokens)
-            for own, stored in zip(rows, self._layout.content(content, count), strict=True):
-                target = own[:, :, :, first : first + count]
-                target[...] = stored[:, :, :, : target.shape[3]]
+            tokens, start = chunk.tokens, firsts[chunk.group]
+            first, stop = max(tokens.start, start), min(tokens.stop, num_tokens)
+            found_here = self._layout.of_group(chunk.group).content(content, len(tokens))
+            for own, stored in zip(rows[chunk.group], found_here, strict=True):
+                own[:, :, :, first - start : stop - start] = stored[
+                    :, :, :, first - tokens.start : stop - tokens.start
+                ]
 
         chunks = [
             chunk
             for chunk in self._layout.all_chunks(found.head)
-            if chunk.snapshot in states or (chunk.tokens and chunk.tokens.start < num_tokens)
+            if chunk.snapshot in states
+            or max(chunk.tokens.start, firsts[chunk.group]) < min(chunk.tokens.stop, num_tokens)
         ]
         try:
             self._reader.read(folder.open(name), found.head, chunks, place)

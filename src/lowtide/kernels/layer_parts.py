@@ -42,6 +42,7 @@ class GroupedParts(NamedTuple):
     window: int = 0  # tokens that a row sees, its own included; 0: all
     sinks: Tensor | None = None  # [num_heads] float32
     has_gates: bool = False  # queries' own product makes a head's query, then its gate
+    group: int = 0  # of layers, whose `PassFacts.tokens` are this one's
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -350,8 +351,9 @@ class PassFacts(NamedTuple):
 
     x: Tensor  # [rows, hidden], which every layer adds to
     rotations: tuple[Rotation, ...]
-    tokens: IntArray  # [rows, 2]: the first token of a row's sequence in the cache, and how many of
-    # them it sees, its own the last. Unused by layers whose rows had their attention already.
+    tokens: IntArray  # [groups, rows, 2]: for each group of layers where position 0 of a row's
+    # sequence is in the cache, or would be if it were still there, and how many tokens the row
+    # sees, its own the last. Unused by layers whose rows had their attention already.
     sequences: IntArray  # [sequences, 4]: the first row, the end of the rows, and the addresses of
     # states before and behind them; none where no layer has states.
 

@@ -28,8 +28,11 @@ because it decides bits.
 SPLIT_OPERATIONS = 1 << 23
 """Multiplications and additions below which another thread is not worth its cost."""
 
-Read = Callable[[int], tuple[Tensor, Tensor]]
-"""Reads a segment's first n keys and values of one layer, each [kv_heads, tokens, head_dim]."""
+Read = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Reads keys and values of one layer up to a position, from another on.
+
+Each is [kv_heads, tokens, head_dim].
+"""
 
 
 class _Tile(NamedTuple):
@@ -66,10 +69,8 @@ def attend_causal_segment(
     for tile in pieces(num_rows, 1) if by_rows else tiles(num_rows, CAUSAL_ROWS):
         rows = slice(segment.start + tile.start, segment.start + tile.stop)
         position = segment.first_position + tile.start
-        keys, values = read(segment.first_position + tile.stop)
         first = max(0, position - window + 1) if window else 0  # first position that the tile sees
-        if first:  # a view costs as much as a small operator
-            keys, values = keys[:, first:], values[:, first:]
+        keys, values = read(segment.first_position + tile.stop, first)
         if has_row_kernel and rows.stop - rows.start == 1:
             row = rows.start
             kernels.attend_row(query[row], keys, values, scale, out[row], num_cores, sinks)

@@ -103,6 +103,7 @@ class GroupedAttention:
             self._spec.head_dim**-0.5 if scores.scale is None else scores.scale,
             scores.window,
             scores.sinks,
+            group=kv_cache.group(layer),
         )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:

@@ -1,15 +1,16 @@
-"""Memory of sequences: a bundle of stores, of keys and values and of states.
+"""Memory of sequences: a bundle of stores, of keys and values, of windows and of states.
 
 Keys and values lie in one contiguous token range for each sequence, which can be cut at any token.
-States (`memory/states.py`) have a fixed size; a sequence can be cut where they were copied.
+Layers with a sliding window may keep the last tokens alone (`memory/windows.py`); a sequence can
+be cut where all that the next row sees is still there, or was copied. States (`memory/states.py`)
+have a fixed size; a sequence can be cut where they were copied.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,11 @@ from torch import Tensor
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.memory.kept_rule import KeptRule
-from lowtide.memory.kv_pages import KVPages, KVPlace, StorageShape
+from lowtide.memory.kv_pages import GRANULE_TOKENS, KVPages, KVPlace, KVShape, StorageShape
 from lowtide.memory.states import HALVES, RangeStates, States, StateStore
+from lowtide.memory.token_spans import Span, TokenSpans
+from lowtide.memory.windows import Window, WindowStore
 from lowtide.memory.workspace import Buffers
-
-GRANULE_TOKENS = 16
-"""Ranges start on such multiples, so that a sequence's position never changes an alignment."""
 
 GROWTH_TOKENS = 256
 """Step in which a range's memory grows, up to its capacity."""
@@ -40,26 +40,31 @@ def storage_shape(
 
 
 @dataclass(eq=False, slots=True)
-class KVRange:
+class KVRange(Span):
     """A sequence's place in the cache: tokens `start` to `start + capacity`.
 
     The cache changes these numbers when it moves ranges between passes: keep the range, not its
     numbers.
     """
 
-    start: int
-    capacity: int
-    num_written: int = 0  # leading tokens that may hold values
-    num_usable: int = 0  # leading tokens with committed memory, if memory is elastic
     num_kept: int = 0  # how often it was kept
     num_stored: int = 0  # the latest keeping stored completely in a file, as noted by the writer
     is_mixed: bool = False  # written under two policies, one of which changes tokens
     states: RangeStates | None = None  # None: of a model without states
+    windows: list[Window] = field(default_factory=list)  # one for each of the cache's groups
+    copies: list[list[Window]] = field(default_factory=list)  # of earlier windows, oldest first
+    marks: set[int] = field(default_factory=set)  # where windows are to be copied before they go
 
     @property
     def num_snapshots(self) -> int:
         """Copies of its states."""
         return 0 if self.states is None else len(self.states.snapshots)
+
+    @property
+    def all_windows(self) -> Iterator[tuple[int, Window]]:
+        """Each window and copy of one, behind the number of its group."""
+        for windows in (self.windows, *self.copies):
+            yield from enumerate(windows)
 
     def part(self, index: int, num_parts: int) -> KVRange:
         """Return one of `num_parts` equal parts of a committed range, for one pass.
@@ -70,12 +75,11 @@ class KVRange:
         return KVRange(self.start + index * capacity, capacity, num_usable=capacity)
 
 
-class KVCache:
-    """Owns the token ranges; does not know what a sequence is.
+class KVCache(TokenSpans[KVRange]):
+    """Owns what sequences have in memory; does not know what a sequence is.
 
-    Its tensors have a `StorageShape` each and the compute dtype. Only written tokens are ever
-    touched, so that memory which becomes physical on first use grows with the sequences. With
-    `pages` memory is committed before use, and released. See also `memory/transient_kv.py`.
+    Its tensors have a `StorageShape` each and the compute dtype. See also
+    `memory/transient_kv.py`.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class KVCache:
         rule: KeptRule | None = None,
         places: Sequence[KVPlace | None] = (),
         states: StateStore | None = None,
+        windows: Sequence[WindowStore] = (),
+        num_tokens: int = 0,
     ) -> None:
         """storage: one tensor of all layers, or one for each group of them.
 
@@ -94,34 +100,40 @@ class KVCache:
         max_range_tokens: limit of one range, by default the whole cache.
         rule: for `apply_rule`.
         states: of the layers that have any.
+        windows: of the layers that keep the last tokens alone.
+        num_tokens: of all ranges; by default those of `storage`.
         """
-        self._storage = (storage,) if isinstance(storage, Tensor) else tuple(storage)
-        self._pages = pages
+        tensors = (storage,) if isinstance(storage, Tensor) else tuple(storage)
+        super().__init__(tensors, num_tokens or tensors[0].shape[3], pages)
+        self._windows = tuple(windows)
+        for store in self._windows:
+            store.join(self._gate, self._give_way)
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
-        first = self._storage[0]
-        places = places or [KVPlace(0, index) for index in range(len(first))]
+        places = places or [KVPlace(0, index) for index in range(len(tensors[0]))]
         self._arrays = [place and self._layer(place) for place in places]
-        self.num_tokens = first.shape[3]
+        # By layer: which of the windows it is in; -1: none, as it keeps all tokens.
+        self._window_of = [max(-1, place.group - len(tensors)) if place else -1 for place in places]
         self.max_range_tokens = max_range_tokens or self.num_tokens
         self._rule = rule or KeptRule()
         self._states = states
-        self._snapshot_tokens = 0  # tokens that take as much memory as a snapshot
-        if states is not None:
-            token_bytes = sum(x[:, :, :, :1].numel() * x.element_size() for x in self._storage)
-            self._snapshot_tokens = -(-states.slot_bytes // token_bytes)
-        self._taken: list[KVRange] = []  # ascending by start, kept ones included
+        # Bytes in which all that is kept is weighed.
+        self._unit_bytes = self.token_bytes or sum(store.token_bytes for store in self._windows)
         self._kept: list[KVRange] = []  # the first one is dropped first
-        self._gate = threading.RLock()  # held while kept ranges are moved, dropped or copied
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of keys and values: the compute dtype."""
-        return self._storage[0].dtype
+        return self._tensors[0].dtype
 
     @property
     def has_states(self) -> bool:
         """True if a sequence can only be cut where its states were copied."""
         return self._states is not None
+
+    @property
+    def cuts_anywhere(self) -> bool:
+        """True if a sequence can be cut at any token."""
+        return self._states is None and not self._windows
 
     @property
     def snapshot_bytes(self) -> int:
@@ -131,7 +143,7 @@ class KVCache:
     @property
     def num_free_tokens(self) -> int:
         """Number of tokens that are unused or in kept ranges."""
-        return self._num_unused_tokens + sum(kept.capacity for kept in self._kept)
+        return self.num_unused_tokens + sum(kept.capacity for kept in self._kept)
 
     @property
     def taken(self) -> tuple[KVRange, ...]:
@@ -152,7 +164,8 @@ class KVCache:
         """Return True if `allocate(num_tokens)` would succeed now."""
         capacity = align_up(num_tokens, GRANULE_TOKENS)
         has_tokens = capacity <= min(self.num_free_tokens, self.max_range_tokens)
-        return has_tokens and (self._states is None or self._num_free_slots >= HALVES)
+        has_slots = self._states is None or self._num_free_slots >= HALVES
+        return has_tokens and has_slots and self._have_windows_room(capacity)
 
     def allocate(self, num_tokens: int) -> KVRange:
         """Allocate a range of at least `num_tokens` tokens, dropping the oldest kept ones.
@@ -163,14 +176,21 @@ class KVCache:
         if not self.can_allocate(num_tokens):
             raise self._refusal(num_tokens)
         capacity = align_up(num_tokens, GRANULE_TOKENS)
-        self._drop_until_unused(capacity)
-        start = self._find(capacity)
-        kv_range = KVRange(self._compact() if start is None else start, capacity)
-        if self._states is not None:
-            store = self._states
-            kv_range.states = RangeStates(self._take_slot(store), self._take_slot(store))
-        self._taken.append(kv_range)
-        self._taken.sort(key=lambda taken: taken.start)
+        wanted = [store.capacity(capacity) for store in self._windows]
+        self._drop_until_unused(capacity, wanted)
+        kv_range = KVRange(0, capacity)
+        self.place(kv_range)
+        try:
+            for store, num_here in zip(self._windows, wanted, strict=True):
+                window = Window(0, num_here)
+                store.place(window)
+                kv_range.windows.append(window)
+            if self._states is not None:
+                slots = self._take_slot(self._states), self._take_slot(self._states)
+                kv_range.states = RangeStates(*slots)
+        except BaseException:
+            self.free(kv_range)
+            raise
         return kv_range
 
     def free(self, kv_range: KVRange) -> None:
@@ -178,14 +198,16 @@ class KVCache:
         if kv_range not in self._taken:
             raise InternalError(f"{kv_range} was freed but is not taken.")
         with self._gate:
-            self._taken.remove(kv_range)
+            self.remove(kv_range)
+            for index, window in kv_range.all_windows:
+                self._windows[index].remove(window)
+            kv_range.windows, kv_range.copies = [], []
             if kv_range in self._kept:
                 self._kept.remove(kv_range)
                 self._rule.ended(kv_range, is_continued=False)
             if self._states is not None and kv_range.states is not None:
                 self._states.free(*kv_range.states.slots)
                 kv_range.states = None
-            self._release_unused()
 
     def keep(self, kv_range: KVRange, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of an ended sequence until others need the room.
@@ -195,13 +217,13 @@ class KVCache:
         """
         if self._states is not None and (states := kv_range.states) is not None:
             self._states.settle(states, num_tokens)
-        kv_range.num_written = num_tokens
-        kv_range.capacity = align_up(num_tokens, GRANULE_TOKENS)
-        kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
+        self._cut_tokens(kv_range, num_tokens, num_tokens)
         kv_range.num_kept += 1
         self._kept.append(kv_range)
         self._rule.kept(kv_range)
-        self._release_unused()
+        self.release_unused()
+        for store in self._windows:
+            store.release_unused()
         self.apply_rule()
 
     def is_kept(self, kv_range: KVRange) -> bool:
@@ -217,6 +239,7 @@ class KVCache:
         if not self.can_allocate(capacity):
             raise self._refusal(capacity)
         with self._gate:
+            self._turn_back(kv_range, num_tokens)
             self._kept.remove(kv_range)
         try:
             self.grow(kv_range, capacity)
@@ -225,9 +248,7 @@ class KVCache:
             raise
         self._rule.ended(kv_range, is_continued=True)
         self._resume_states(kv_range, num_tokens)
-        kv_range.num_written = num_tokens
-        kv_range.capacity = align_up(capacity, GRANULE_TOKENS)
-        kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
+        self._cut_tokens(kv_range, num_tokens, capacity)
 
     def grow(self, kv_range: KVRange, num_tokens: int) -> bool:
         """Extend a range to `num_tokens` tokens, dropping the oldest kept ranges.
@@ -235,20 +256,27 @@ class KVCache:
         Returns False, and changes nothing, if there are too few tokens. Between passes only. Raises
         PageError if moving other ranges finds no memory.
         """
-        num_more = align_up(num_tokens, GRANULE_TOKENS) - kv_range.capacity
-        if num_more <= 0:
+        num_more = max(0, align_up(num_tokens, GRANULE_TOKENS) - kv_range.capacity)
+        more = [
+            max(0, store.capacity(num_tokens, window.first) - window.capacity)
+            for store, window in zip(self._windows, kv_range.windows, strict=True)
+        ]
+        if not num_more and not any(more):
             return True
-        if num_more > self.num_free_tokens:
+        if num_more > self.num_free_tokens or not self._have_windows_free(more):
             return False
-        self._drop_until_unused(num_more)
-        if num_more > self._gap_behind(kv_range):
-            self._part_behind(kv_range)
-        kv_range.capacity += num_more
+        self._drop_until_unused(num_more, more)
+        for store, window, num_here in zip(self._windows, kv_range.windows, more, strict=True):
+            store.widen(window, num_here)
+        self.widen(kv_range, num_more)
         return True
 
     def can_branch(self, kv_range: KVRange, capacity: int) -> bool:
         """Return True if `branch` would find room."""
-        room = self.num_free_tokens - (kv_range.capacity if self.is_kept(kv_range) else 0)
+        is_kept = self.is_kept(kv_range)
+        room = self.num_free_tokens - (kv_range.capacity if is_kept else 0)
+        if not self._have_windows_room(capacity, kv_range if is_kept else None):
+            return False
         if self._states is not None and self._num_free_slots - kv_range.num_snapshots < HALVES:
             return False
         return align_up(capacity, GRANULE_TOKENS) <= min(room, self.max_range_tokens)
@@ -262,12 +290,18 @@ class KVCache:
         is_kept, made = kv_range in self._kept, None
         with self._gate:  # another thread still finds it kept
             states, kv_range.states = kv_range.states, None
+            copies, kv_range.copies = kv_range.copies, []
+            windows = self._windows_at(num_tokens, (kv_range.windows, *copies))
             if is_kept:
                 self._kept.remove(kv_range)  # so that allocating drops neither it nor its states
             try:
                 made = self.allocate(capacity)
+                self.begin_at(made, num_tokens)
                 self.prepare(made, num_tokens)
-                self._copy(kv_range.start, self.claim(made, 0, num_tokens), num_tokens)
+                self.claim(made, 0, num_tokens)
+                self._copy(kv_range.start, made.start, num_tokens)
+                for store, source, target in zip(self._windows, windows, made.windows, strict=True):
+                    store.fill(target, source)
                 if self._states is not None and states is not None and made.states is not None:
                     self._states.start_at(
                         made.states, self._states.slot_at(states, num_tokens), num_tokens
@@ -277,7 +311,7 @@ class KVCache:
                     self.free(made)
                 raise
             finally:
-                kv_range.states = states
+                kv_range.states, kv_range.copies = states, copies
                 if is_kept:
                     self._kept.append(kv_range)
             if is_kept:
@@ -285,19 +319,29 @@ class KVCache:
                 self.apply_rule()  # the source may be dropped again
         return made
 
+    def begin_at(self, kv_range: KVRange, num_tokens: int) -> None:
+        """Let a new range's windows begin where a sequence goes on behind `num_tokens` tokens."""
+        for store, window in zip(self._windows, kv_range.windows, strict=True):
+            store.begin_at(window, num_tokens, kv_range.capacity)
+
     def copy_kept(
-        self, kv_range: KVRange, num_kept: int, first: int, target: Sequence[NDArray[Any]]
+        self,
+        kv_range: KVRange,
+        num_kept: int,
+        first: int,
+        target: Sequence[NDArray[Any]],
+        group: int = 0,
     ) -> bool:
         """Copy tokens of a range in its `num_kept`th keeping to `target`. Thread-safe.
 
-        target: for each of the cache's tensors [layers, arrays, kv_heads, tokens, head_dim],
-        integers of the dtype's size, in host memory, filled with tokens from `first` on. Returns
-        False, without copying, if the range is gone.
+        target: for each of the tensors of a group [layers, arrays, kv_heads, tokens, head_dim],
+        integers of the dtype's size, in host memory, filled with tokens from `first` on. group: as
+        in `rows_of`. Returns False, without copying, if the range is gone.
         """
         with self._gate:
             is_there = self.is_kept(kv_range) and kv_range.num_kept == num_kept
             if is_there:
-                rows = self.rows(kv_range, first, target[0].shape[3])
+                rows = self.rows_of(kv_range, first, target[0].shape[3], group)
                 for own, there in zip(target, rows, strict=True):
                     own[...] = there
             return is_there
@@ -311,6 +355,12 @@ class KVCache:
             if not self.is_kept(kv_range) or kv_range.num_kept != num_kept:
                 return None
             return () if kv_range.states is None else tuple(kv_range.states.snapshots)
+
+    def kept_firsts(self, kv_range: KVRange, num_kept: int) -> tuple[int, ...] | None:
+        """Return the first position of each window of a range, otherwise as `kept_snapshots`."""
+        with self._gate:
+            is_there = self.is_kept(kv_range) and kv_range.num_kept == num_kept
+            return tuple(self.firsts(kv_range)[1:]) if is_there else None
 
     def copy_kept_states(
         self,
@@ -348,15 +398,18 @@ class KVCache:
                     found[place] = store.content(store.new_snapshot(states, place)).numpy()
         return found
 
-    def rows(self, kv_range: KVRange, first: int, num_tokens: int) -> list[NDArray[Any]]:
-        """Return host memory of tokens from `first` on, in the layout of `copy_kept`.
+    def rows_of(
+        self, kv_range: KVRange, first: int, num_tokens: int, group: int = 0
+    ) -> list[NDArray[Any]]:
+        """Return host memory of tokens from position `first` on, in the layout of `copy_kept`.
 
-        It may be written in a range that no pass has seen, before `claim`.
+        group: 0, the layers that keep all tokens, or from 1 on those of a window. It may be written
+        in a range that no pass has seen, before `claim`.
         """
-        integers: torch.dtype = getattr(torch, f"int{8 * self.dtype.itemsize}")
-        start = kv_range.start + first
-        wanted = (tensor.narrow(3, start, num_tokens) for tensor in self._storage)
-        return [tensor.view(integers).numpy() for tensor in wanted]
+        if not group:
+            return self.rows(kv_range, first, num_tokens)
+        window = kv_range.windows[group - 1]
+        return self._windows[group - 1].rows(window, first - window.first, num_tokens)
 
     def give_way(self, num_bytes: int) -> None:
         """Drop kept ranges, oldest first, until their pages have released `num_bytes`."""
@@ -382,12 +435,21 @@ class KVCache:
             return
         if kv_range.states is not None and not kv_range.states.has_memory:
             self._commit_states(kv_range.states)
-        if num_tokens <= kv_range.num_usable:
+        # A window slides before it needs more than its capacity.
+        needs = [
+            (store, window, usable_with(window, num_tokens - window.first))
+            for store, window in zip(self._windows, kv_range.windows, strict=True)
+        ]
+        num_usable = usable_with(kv_range, num_tokens)
+        more_bytes = (num_usable - kv_range.num_usable) * self.token_bytes
+        for store, window, num_here in needs:
+            more_bytes += (num_here - window.num_usable) * store.token_bytes
+        if not more_bytes:
             return
-        num_usable = min(align_up(num_tokens, GROWTH_TOKENS), kv_range.capacity)
-        self.apply_rule(num_usable - kv_range.num_usable)
-        self._commit(kv_range.start, kv_range.start + num_usable)
-        kv_range.num_usable = num_usable
+        self.apply_rule(-(-more_bytes // self._unit_bytes))
+        for store, window, num_here in needs:
+            store.commit_to(window, num_here)
+        self.commit_to(kv_range, num_usable)
 
     def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
         """Return the range that a pass uses for the first `num_tokens` tokens; rows: its rows.
@@ -395,8 +457,9 @@ class KVCache:
         States go on from those of the tokens before these rows.
         """
         self.prepare(kv_range, num_tokens)
+        first = num_tokens - (rows.stop - rows.start)
+        self._slide(kv_range, first, num_tokens)
         if self._states is not None and kv_range.states is not None:
-            first = num_tokens - (rows.stop - rows.start)
             self._states.begin_pass(kv_range.states, first, num_tokens)
         return kv_range
 
@@ -431,12 +494,27 @@ class KVCache:
                     self._states.end_pass(kv_range.states)
 
     def cut(self, kv_range: KVRange, num_tokens: int, unit: int = 1) -> int:
-        """Return the most tokens, at most `num_tokens`, behind which a range can be cut.
+        """Return the most tokens, at most `num_tokens`, behind which a range can be cut; or 0.
 
         They are a multiple of `unit`.
         """
-        states = kv_range.states
-        return num_tokens // unit * unit if states is None else states.cut(num_tokens, unit)
+        states, pieces = kv_range.states, (kv_range.windows, *kv_range.copies)
+        if states is not None:
+            places = [n for n in states.places if n <= num_tokens and not n % unit]
+        elif not kv_range.windows:
+            return num_tokens // unit * unit
+        else:  # the most in each of the windows
+            ends = (min(window.stop for window in each) for each in pieces)
+            places = [min(num_tokens, end) // unit * unit for end in ends]
+        found = (n for n in places if any(self._covers(each, n) for each in pieces))
+        return max(found, default=0)
+
+    def mark(self, kv_range: KVRange, places: Iterable[int]) -> None:
+        """Have windows copied before they can no longer be cut at these places, if there is room.
+
+        They replace those that were marked before.
+        """
+        kv_range.marks = {*places} if self._windows else set()
 
     def snapshot(self, kv_range: KVRange, may_drop: bool) -> None:
         """Copy a running sequence's states, so that it can be cut here, if there is room.
@@ -461,6 +539,8 @@ class KVCache:
                 for place in [*source.snapshots]:
                     if place not in target.snapshots:
                         target.add(place, source.snapshots.pop(place))
+        with self._gate:
+            heir.copies[:0], kv_range.copies = kv_range.copies, []
 
     def open_layer(self, layer: int, num_rows: int, workspace: Buffers) -> None:
         """Prepare for a layer of a pass with `num_rows` rows, until its scope ends."""
@@ -472,16 +552,34 @@ class KVCache:
         """
         return self._of(layer)
 
+    def group(self, layer: int) -> int:
+        """Return the group of a layer that stores tokens, as in `origins`."""
+        return self._window_of[layer] + 1
+
+    def origins(self, kv_range: KVRange) -> list[int]:
+        """Return where position 0 of a range is, or would be, in each group's tensors.
+
+        The first group are layers that keep all tokens, those of each window follow.
+        """
+        return [kv_range.start, *(each.start - each.first for each in kv_range.windows)]
+
+    def firsts(self, kv_range: KVRange) -> list[int]:
+        """Return the first position of a range that is there in each group."""
+        return [0, *(each.first for each in kv_range.windows)]
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + len(self._windows)
+
     def claim(self, kv_range: KVRange, position: int, num_rows: int) -> int:
-        """Mark rows from `position` on as written; return the cache's token of the first."""
-        stop, rows = position + num_rows, f"{num_rows} rows from position {position} on"
-        if stop > kv_range.capacity:
-            raise InternalError(f"{rows} leave a KV range of {kv_range.capacity} tokens.")
-        if self._pages is not None and stop > kv_range.num_usable:
-            told = f"{rows} have memory for {kv_range.num_usable} tokens"
-            raise InternalError(f"{told}: `prepare` comes first.")
-        kv_range.num_written = max(kv_range.num_written, stop)
-        return kv_range.start + position
+        """Mark rows from `position` on as written; return the cache's token of the first.
+
+        A window has its rows alone.
+        """
+        for store, window in zip(self._windows, kv_range.windows, strict=False):
+            first = max(position, window.first)
+            store.claim_rows(window, first - window.first, position + num_rows - first)
+        return self.claim_rows(kv_range, position, num_rows)
 
     def write(
         self, layer: int, kv_range: KVRange, position: int, key: Tensor, value: Tensor
@@ -490,18 +588,36 @@ class KVCache:
 
         A cache of one array stores the keys only.
         """
-        num_rows = key.shape[0]
-        start = self.claim(kv_range, position, num_rows)
+        num_rows, index = key.shape[0], self._window_of[layer]
+        if index < 0:
+            start = self.claim_rows(kv_range, position, num_rows)
+        else:
+            window = kv_range.windows[index]
+            at = position - window.first
+            start = self._windows[index].claim_rows(window, at, num_rows)
         keys, values = self._of(layer)
         keys.narrow(1, start, num_rows).copy_(key.transpose(0, 1))
         if values is not keys:
             values.narrow(1, start, num_rows).copy_(value.transpose(0, 1))
 
-    def read(self, layer: int, kv_range: KVRange, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """View the first `num_tokens` keys and values, each [kv_heads, tokens, head_dim]."""
+    def read(
+        self, layer: int, kv_range: KVRange, num_tokens: int, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """View keys and values from position `first` up to `num_tokens`.
+
+        Each is [kv_heads, tokens, head_dim].
+        """
         keys, values = self._of(layer)
-        start = kv_range.start
-        return keys.narrow(1, start, num_tokens), values.narrow(1, start, num_tokens)
+        start = kv_range.start + first
+        if (index := self._window_of[layer]) >= 0:
+            window = kv_range.windows[index]
+            start = window.start + first - window.first
+            if first < window.first:
+                raise InternalError(
+                    f"Layer {layer} keeps positions from {window.first} on, not from {first} on."
+                )
+        count = num_tokens - first
+        return keys.narrow(1, start, count), values.narrow(1, start, count)
 
     def _of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return all keys and values of a layer, each [kv_heads, tokens, head_dim]."""
@@ -512,8 +628,127 @@ class KVCache:
 
     def _layer(self, place: KVPlace) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, which are one tensor where it has one array."""
-        arrays = self._storage[place.group][place.number].unbind()
+        arrays = self._tensors[place.group][place.number].unbind()
         return arrays[0], arrays[-1]
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """All tensors, those of windows last."""
+        return [*self._storage, *(tensor for store in self._windows for tensor in store.tensors)]
+
+    def _cut_tokens(self, kv_range: KVRange, num_tokens: int, capacity: int) -> None:
+        """Keep a range's first `num_tokens` tokens, and room for `capacity`."""
+        self._turn_back(kv_range, num_tokens)
+        for store, window in zip(self._windows, kv_range.windows, strict=True):
+            store.cut(window, num_tokens, capacity)
+        self.shrink(kv_range, num_tokens, align_up(capacity, GRANULE_TOKENS))
+
+    def _have_windows_room(self, num_tokens: int, but: KVRange | None = None) -> bool:
+        """Return True if a new range of so many tokens finds room; but: a kept one that stays."""
+        return self._have_windows_free([store.capacity(num_tokens) for store in self._windows], but)
+
+    def _have_windows_free(self, wanted: Sequence[int], but: KVRange | None = None) -> bool:
+        """Return True if each window has so many tokens that are unused or kept."""
+        num_free = [store.num_unused_tokens for store in self._windows]
+        for taken in self._taken:
+            for number, (index, window) in enumerate(taken.all_windows):
+                is_copy = number >= len(self._windows)
+                if taken is not but and (is_copy or taken in self._kept):
+                    num_free[index] += window.capacity
+        return all(num_here <= free for num_here, free in zip(wanted, num_free, strict=True))
+
+    def _covers(self, windows: Sequence[Window], num_tokens: int) -> bool:
+        """Return True if these windows have all that the row behind `num_tokens` tokens sees."""
+        return all(
+            store.least_cut(window) <= num_tokens <= window.stop
+            for store, window in zip(self._windows, windows, strict=False)
+        )
+
+    def _windows_at(self, num_tokens: int, pieces: Iterable[list[Window]]) -> list[Window]:
+        """Return those that have all that the row behind `num_tokens` tokens sees."""
+        found = next((each for each in pieces if self._covers(each, num_tokens)), None)
+        if found is None:
+            raise InternalError(f"A range cannot be cut behind {num_tokens} tokens.")
+        return found
+
+    def _turn_back(self, kv_range: KVRange, num_tokens: int) -> None:
+        """Let the windows be those from which a range goes on behind `num_tokens` tokens.
+
+        Copies of later ones are dropped.
+        """
+        with self._gate:
+            found = self._windows_at(num_tokens, (kv_range.windows, *kv_range.copies))
+            if found is not kv_range.windows:
+                kv_range.copies.remove(found)
+                self._remove_windows(kv_range.windows)
+                kv_range.windows = found
+            for copy in [*kv_range.copies]:
+                if any(window.stop > num_tokens for window in copy):
+                    kv_range.copies.remove(copy)
+                    self._remove_windows(copy)
+
+    def _remove_windows(self, windows: Iterable[Window]) -> None:
+        for store, window in zip(self._windows, windows, strict=False):
+            store.remove(window)
+
+    def _slide(self, kv_range: KVRange, first: int, stop: int) -> None:
+        """Make room in windows for a pass over the positions from `first` to `stop`."""
+        pairs = list(zip(self._windows, kv_range.windows, strict=True))
+        num_dropped = [store.num_without_room(window, first, stop) for store, window in pairs]
+        if not any(num_dropped):
+            return
+        lost = {
+            place
+            for place in kv_range.marks
+            if place <= first
+            and self._covers(kv_range.windows, place)
+            and any(
+                window.first + num_here > store.first_needed(place)
+                for (store, window), num_here in zip(pairs, num_dropped, strict=True)
+            )
+        }
+        if lost:
+            kv_range.marks -= lost
+            self._copy_windows(kv_range, min(lost), max(lost))
+        for (store, window), num_here in zip(pairs, num_dropped, strict=True):
+            if num_here:
+                store.slide(window, num_here)
+
+    def _copy_windows(self, kv_range: KVRange, least: int, most: int) -> None:
+        """Copy windows so that a range can be cut from `least` to `most` tokens, if there is room.
+
+        Copies of kept ranges give way, the oldest first.
+        """
+        firsts = [store.first_needed(least) for store in self._windows]
+        wanted = [
+            store.capacity(most, first) for store, first in zip(self._windows, firsts, strict=True)
+        ]
+        while not self._have_unused(wanted):
+            if not self._drop_copy(self._kept):
+                return
+        made: list[Window] = []
+        try:
+            for store, window, first in zip(self._windows, kv_range.windows, firsts, strict=True):
+                made.append(store.copied(window, first, most))
+        except PageError:
+            self._remove_windows(made)
+            return
+        with self._gate:
+            kv_range.copies.append(made)
+
+    def _have_unused(self, wanted: Sequence[int]) -> bool:
+        """Return True if each window has so many tokens that are unused."""
+        pairs = zip(self._windows, wanted, strict=True)
+        return all(num_here <= store.num_unused_tokens for store, num_here in pairs)
+
+    def _drop_copy(self, ranges: Iterable[KVRange]) -> bool:
+        """Drop the oldest copy of windows that ranges have; return False without any."""
+        for each in ranges:
+            if each.copies:
+                with self._gate:
+                    self._remove_windows(each.copies.pop(0))
+                return True
+        return False
 
     @property
     def _num_free_slots(self) -> int:
@@ -524,9 +759,15 @@ class KVCache:
 
     def _weight(self, kv_range: KVRange) -> int:
         """Return the tokens that take as much memory as a range has."""
-        states = kv_range.states
-        num_slots = 0 if states is None else len(states.slots)
-        return kv_range.num_usable + num_slots * self._snapshot_tokens
+        store, states = self._states, kv_range.states
+        num_tokens = kv_range.num_usable if self.token_bytes else 0
+        if store is not None and states is not None:
+            num_tokens += len(states.slots) * -(-store.slot_bytes // self._unit_bytes)
+        window_bytes = sum(
+            self._windows[index].token_bytes * window.num_usable
+            for index, window in kv_range.all_windows
+        )
+        return num_tokens - (-window_bytes // self._unit_bytes)
 
     def _take_slot(self, store: StateStore) -> int:
         """Take a slot, dropping snapshots if there is none."""
@@ -588,10 +829,6 @@ class KVCache:
                     raise
                 self.free(self._kept[0])
 
-    @property
-    def _num_unused_tokens(self) -> int:
-        return self.num_tokens - sum(taken.capacity for taken in self._taken)
-
     def _refusal(self, num_tokens: int) -> PlanError:
         if self._states is not None and self._num_free_slots < HALVES:
             return PlanError(
@@ -605,88 +842,54 @@ class KVCache:
             "for a sequence to end, or raise context."
         )
 
-    def _drop_until_unused(self, num_tokens: int) -> None:
-        """Drop kept ranges, oldest first, until `num_tokens` tokens are unused."""
-        while self._kept and self._num_unused_tokens < num_tokens:
+    def _drop_until_unused(self, num_tokens: int, in_windows: Sequence[int]) -> None:
+        """Drop kept ranges, oldest first, until as many tokens are unused, also in each window.
+
+        In windows the copies that kept ranges have go before these, those of running ones last.
+        """
+        while self._kept and num_tokens > self.num_unused_tokens:
             self.free(self._kept[0])
+        while not self._have_unused(in_windows) and (
+            self._drop_copy(self._kept) or self._give_way()
+        ):
+            pass
 
-    def _find(self, capacity: int) -> int | None:
-        start = 0
-        for taken in self._taken:
-            if taken.start - start >= capacity:
-                return start
-            start = taken.start + taken.capacity
-        return start if self.num_tokens - start >= capacity else None
+    def _give_way(self) -> bool:
+        if not self._kept:
+            return self._drop_copy(self._taken)
+        self.free(self._kept[0])
+        return True
 
-    def _gap_behind(self, kv_range: KVRange) -> int:
-        """Return the unused tokens between a range and the next."""
-        starts = [*(taken.start for taken in self._taken), self.num_tokens]
-        return starts[self._taken.index(kv_range) + 1] - (kv_range.start + kv_range.capacity)
 
-    def _part_behind(self, kv_range: KVRange) -> None:
-        """Move a range and all before it to the front, all behind it to the end."""
-        index = self._taken.index(kv_range) + 1
-        behind = self._taken[index:]  # before kept ranges give way, where moving wants memory
-        self._compact(index)
-        start = self.num_tokens
-        for taken in reversed(behind):
-            start -= taken.capacity
-            self._move(taken, start)
-        self._release_unused()
+def cache_over(
+    shape: KVShape,
+    storage: Sequence[Tensor],
+    pages: KVPages | None = None,
+    max_range_tokens: int | None = None,
+    rule: KeptRule | None = None,
+    states: StateStore | None = None,
+) -> KVCache:
+    """Make a cache over the tensors of `KVShape.storage`; otherwise as `KVCache`."""
+    num_whole = len(shape.groups)
+    of_windows = [None] * len(shape.windows) if pages is None else pages.windows
+    windows = [
+        WindowStore(*each)
+        for each in zip(shape.windows, storage[num_whole:], of_windows, strict=True)
+    ]
+    return KVCache(
+        storage[:num_whole],
+        pages,
+        max_range_tokens,
+        rule,
+        shape.places,
+        states,
+        windows,
+        shape.num_tokens,
+    )
 
-    def _compact(self, count: int | None = None) -> int:
-        """Move the first `count` ranges (by default all) to the front; return where they end."""
-        end = 0
-        for taken in self._taken[:count]:
-            self._move(taken, end)
-            end += taken.capacity
-        self._release_unused()
-        return end
 
-    def _release_unused(self) -> None:
-        """Release all memory that no range uses."""
-        if self._pages is None:
-            return
-        end = 0
-        for taken in self._taken:
-            self._pages.release(end, taken.start)
-            end = taken.start + taken.num_usable
-        self._pages.release(end, self.num_tokens)
-
-    def _move(self, kv_range: KVRange, start: int) -> None:
-        """Move a range and its written tokens to `start`."""
-        before = replace(kv_range)
-        if start == before.start or kv_range not in self._taken:
-            return
-        self._commit(start, start + before.num_usable)
-        if kv_range not in self._taken:  # it has given way itself
-            return
-        with self._gate:
-            # Empty meanwhile: after Ctrl-C between two pieces the owner's next write is refused.
-            kv_range.capacity = kv_range.num_written = kv_range.num_usable = 0
-            self._copy(before.start, start, before.num_written)
-            kv_range.start, kv_range.capacity = start, before.capacity
-            kv_range.num_written, kv_range.num_usable = before.num_written, before.num_usable
-            self._release_unused()
-
-    def _copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy tokens of all layers to a place that may overlap the source."""
-        # A piece may be as long as the distance: then no copy overlaps its source.
-        distance = abs(target - source)
-        firsts = range(0, num_tokens, distance)
-        for first in firsts if target < source else reversed(firsts):
-            length = min(distance, num_tokens - first)
-            for tensor in self._storage:
-                piece = tensor.narrow(3, source + first, length)
-                tensor.narrow(3, target + first, length).copy_(piece)
-
-    def _commit(self, start: int, stop: int) -> None:
-        """Commit memory of tokens, dropping kept ranges if there is none."""
-        while self._pages is not None:
-            try:
-                return self._pages.commit(start, stop)
-            except PageError:
-                if not self._kept:
-                    self._release_unused()  # what one of several tensors has got
-                    raise
-                self.free(self._kept[0])
+def usable_with(span: Span, num_tokens: int) -> int:
+    """Return the leading tokens that have memory before a pass that needs `num_tokens`."""
+    if num_tokens <= span.num_usable:
+        return span.num_usable
+    return min(align_up(num_tokens, GROWTH_TOKENS), span.capacity)

@@ -86,10 +86,10 @@ class RangeStates:
         own = [slot for slot in (self.before, self.after) if slot is not None]
         return [*own, *self.snapshots.values()]
 
-    def cut(self, num_tokens: int, unit: int = 1) -> int:
-        """Return the most tokens, at most `num_tokens`, behind which there are states; or 0."""
-        places = [*self.snapshots, *([] if self.before is None else [self.num_tokens])]
-        return max((n for n in places if n <= num_tokens and not n % unit), default=0)
+    @property
+    def places(self) -> list[int]:
+        """The numbers of tokens behind which there are states."""
+        return [*self.snapshots, *([] if self.before is None else [self.num_tokens])]
 
     def add(self, num_tokens: int, slot: int) -> None:
         """Note a snapshot."""

@@ -36,8 +36,7 @@ from lowtide.kernels.operands import (
     GeluWeights,
     SquaredWeights,
 )
-from lowtide.memory.kv_cache import GRANULE_TOKENS
-from lowtide.memory.kv_pages import KVShape
+from lowtide.memory.kv_pages import GRANULE_TOKENS, KVShape
 from lowtide.memory.states import StateLayout
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.tokenizer import Tokenizer
@@ -107,7 +106,11 @@ class ContextFacts(NamedTuple):
                 "config.json: no layer has attention, which every model here has."
             )
         in_blocks = align_up(num_tokens, config.decoding.block_length)
-        kv_shape = KVShape.of(cached, align_up(in_blocks, GRANULE_TOKENS))
+        # Whoever writes in no order may see what comes behind it, too.
+        is_causal = keeps_keys and config.decoding.writes_in_order
+        windows = [0 if mixer is None or not is_causal else mixer.window for mixer in mixers]
+        num_all = align_up(in_blocks, GRANULE_TOKENS)
+        kv_shape = KVShape.of(cached, num_all, windows, MAX_PASS_ROWS)
         if not keeps_keys:
             kv_shape = kv_shape.of_one_layer()
         max_pass_rows, max_sequence_tokens = MAX_PASS_ROWS, kv_shape.num_tokens

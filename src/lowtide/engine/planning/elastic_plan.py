@@ -11,8 +11,7 @@ from typing import NamedTuple
 from lowtide.core import align_up
 from lowtide.engine.planning.planner import Planner
 from lowtide.memory.arena import HUGE_PAGE_BYTES
-from lowtide.memory.kv_cache import GRANULE_TOKENS
-from lowtide.memory.kv_pages import KVLayout, longest
+from lowtide.memory.kv_pages import KVLayout, KVShape, longest
 from lowtide.memory.states import PAGE_BYTES, StateLayout
 from lowtide.plan import MemoryPlan
 
@@ -30,7 +29,7 @@ class Division(NamedTuple):
     budget_bytes: int  # for all of them
     slot_group_bytes: int
     num_slots: int  # that there can be at most, while the others are empty
-    kv: list[KVLayout]  # of all tokens that there can be, while slots are as few as they can be
+    kv: KVShape | None  # of all tokens that there can be, while slots are as few as they can be
     workspace_bytes: int  # of the largest pass, with no operator divided where that can be; or 0
     states: StateLayout | None = None
 
@@ -47,19 +46,19 @@ class Division(NamedTuple):
         else:
             whole_bytes = long_passes.whole_bytes(planner.largest_counts)
             planned_bytes += tier.workspace_bytes + group_bytes(tier.workspace_bytes) - 1
-        kv = []
-        if context.keeps_keys:
-            kv = [KVLayout(group, planner.memory.dtype) for group in context.kv_shape.groups]
-        planned_bytes += sum(layout.address_bytes(SMALL_GROUP_BYTES) for layout in kv)
-        states = context.state_layout(planner.memory.dtype)
+        kv, dtype = context.kv_shape if context.keeps_keys else None, planner.memory.dtype
+        if kv is not None:
+            layouts = (KVLayout(each, dtype) for each in kv.storage)
+            planned_bytes += sum(layout.address_bytes(SMALL_GROUP_BYTES) for layout in layouts)
+        states = context.state_layout(dtype)
         state_bytes = 0 if states is None else states.num_bytes
         planned_bytes += state_bytes
         # Whole pages may be a little more than the plan has: its overhead names some.
         budget_bytes = max(tier.budget_bytes - fixed_bytes, planned_bytes)
         num_slots = min(plan.num_experts, budget_bytes // tier.slot_bytes)
         least_bytes = align_up(plan.num_staging * tier.slot_bytes, slot_group_bytes) + state_bytes
-        if kv and planner.config.decoding.keeps_keys:  # or passes are as long as it
-            kv = longest(kv, budget_bytes - least_bytes, SMALL_GROUP_BYTES, GRANULE_TOKENS)
+        if kv is not None and planner.config.decoding.keeps_keys:  # or passes are as long as it
+            kv = longest(kv, dtype, budget_bytes - least_bytes, SMALL_GROUP_BYTES)
         workspace_bytes = min(whole_bytes, budget_bytes)
         return cls(budget_bytes, slot_group_bytes, num_slots, kv, workspace_bytes, states)
 
@@ -69,7 +68,7 @@ def elastic_tokens(planner: Planner, plan: MemoryPlan) -> int:
     if plan.everything_fits:
         return 0
     kv = Division.of(planner, plan).kv
-    return kv[0].shape.num_tokens if kv else planner.memory.context.kv_shape.num_tokens
+    return (kv or planner.memory.context.kv_shape).num_tokens
 
 
 def group_bytes(num_bytes: int) -> int:

@@ -67,6 +67,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         *_what_is_not_loaded(facts.weight_map),
         *_what_packing_saves(facts.folder, memory),
         *_where_keys_lie(options),
+        *_what_windows_keep(memory),
         *_what_states_take(memory),
     ]
     if asked.elastic and fits:
@@ -151,6 +152,16 @@ def _where_keys_lie(options: RunOptions) -> list[str]:
         return [f"Kept keys are also written to {asked.cache_dir}, {asked.cache_disk} at most."]
     why = "its policy may change words" if options.changes_words else "no keys are kept"
     return [f"Nothing is written to {asked.cache_dir}: {why}."]
+
+
+def _what_windows_keep(memory: MemoryFacts) -> list[str]:
+    """Return a line for each kind of layers that keep the last tokens alone."""
+    return [
+        f"Layers with a window of {each.window} tokens keep a sequence's last {each.cap}, and have "
+        f"room for {each.storage.num_tokens} in all. A turn that begins in front of them may "
+        "be computed again."
+        for each in memory.context.kv_shape.windows
+    ]
 
 
 def _what_states_take(memory: MemoryFacts) -> list[str]:

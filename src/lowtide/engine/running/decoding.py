@@ -22,7 +22,7 @@ def make_decoder(engine: Engine) -> BatchDecoder[Any, Any]:
     """Make the decoder of a loaded model."""
     kind, reuse = decoding_kind(engine), engine.options.reuse
     tail_tokens, tokenizer = 0, engine.facts.tokenizer
-    if engine.kv_cache.has_states and reuse is not Reuse.OFF and tokenizer is not None:
+    if not engine.kv_cache.cuts_anywhere and reuse is not Reuse.OFF and tokenizer is not None:
         tail_tokens = template_tail(tokenizer)
     return BatchDecoder(
         kind, engine.model, engine.kv_cache, engine.plan.max_rows, reuse, tail_tokens

@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from lowtide.core import BoolArray, MoEShape
 from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.engine.running.pass_room import paged_room
-from lowtide.errors import PageError
+from lowtide.errors import InternalError, PageError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.experts.host_tier import HostTier
@@ -27,8 +28,8 @@ from lowtide.experts.slots import SlotLedger
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.memory.arena import ElasticArena
 from lowtide.memory.host_pages import HostPages
-from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.kv_pages import KVLayout, KVPages
+from lowtide.memory.kv_cache import KVCache, cache_over
+from lowtide.memory.kv_pages import KVLayout, KVPages, KVShape
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import PagedRoom
 from lowtide.memory.states import StateLayout, StateStore
@@ -60,7 +61,9 @@ class SharedMemory:
     `kv`, `kept` and `room` are None if absent, or if their memory does not move.
     """
 
-    def __init__(self, division: Division, tier: TierPlan, context: ContextFacts) -> None:
+    def __init__(
+        self, division: Division, tier: TierPlan, context: ContextFacts, dtype: torch.dtype
+    ) -> None:
         """Raises PlanError if the address space is too small."""
         self.tier = tier
         self.num_slots = division.num_slots
@@ -68,14 +71,18 @@ class SharedMemory:
         self.budget = PageBudget(division.budget_bytes)
         self.kv: KVPages | None = None
         self.kept: KeptRoom | None = None
-        self._kv_places = context.kv_shape.places
-        if division.kv:
-            token_bytes = sum(layout.token_bytes for layout in division.kv)
-            self.kv = kv_pages(self.budget, division.kv, division.states)
-            planned_bytes = context.kv_shape.num_tokens * token_bytes + tier.state_bytes
-            snapshot_bytes = 0 if division.states is None else division.states.slot_bytes
+        self._kv_shape, self._dtype = division.kv, dtype
+        if division.kv is not None:
+            self.kv = kv_pages_of(self.budget, division.kv, dtype, division.states)
+            whole = [KVLayout(each, dtype).token_bytes for each in division.kv.groups]
+            capped = [KVLayout(each.storage, dtype).token_bytes for each in division.kv.windows]
+            planned_bytes = context.kv_shape.num_elements * dtype.itemsize + tier.state_bytes
             self.kept = KeptRoom(
-                planned_bytes // token_bytes, token_bytes, self.tier.slot_bytes, snapshot_bytes
+                planned_bytes // (sum(whole) or sum(capped)),
+                sum(whole),
+                self.tier.slot_bytes,
+                0 if division.states is None else division.states.slot_bytes,
+                capped,
             )
         self._state_layout = division.states
         self.room: PagedRoom | None = None
@@ -103,9 +110,11 @@ class SharedMemory:
 
         Its kept ranges are dropped by the rule `kept`, and whenever the budget is used up.
         """
+        if self._kv_shape is None:
+            raise InternalError("A KV cache without a shape was asked for.")
         states = paged_states(kv, self._state_layout)
-        self.cache = KVCache(
-            kv.storage, kv, self.max_range_tokens, self.kept, self._kv_places, states
+        self.cache = cache_over(
+            self._kv_shape, kv.all_storage, kv, self.max_range_tokens, self.kept, states
         )
         kv.account.give_way = self.cache.give_way
         return self.cache
@@ -305,9 +314,12 @@ class ElasticMemory:
 
 
 def kv_pages(
-    budget: PageBudget, layouts: Sequence[KVLayout], states: StateLayout | None = None
+    budget: PageBudget,
+    layouts: Sequence[KVLayout],
+    states: StateLayout | None = None,
+    windows: Sequence[KVLayout] = (),
 ) -> KVPages:
-    """Reserve addresses of a KV cache and of states, with memory from the budget."""
+    """Reserve addresses of a KV cache, of windows and states, with memory from the budget."""
     account = budget.open("KV cache")
 
     def arena(layout: KVLayout) -> ElasticArena:
@@ -318,7 +330,18 @@ def kv_pages(
     if states is not None:
         pages = HostPages(states.num_bytes, SMALL_GROUP_BYTES)
         of_states = ElasticArena(pages, account, 1, available_memory_bytes)
-    return KVPages(*((arena(layout), layout) for layout in layouts), states=of_states)
+    of_windows = [KVPages((arena(layout), layout)) for layout in windows]
+    groups = ((arena(layout), layout) for layout in layouts)
+    return KVPages(*groups, states=of_states, windows=of_windows)
+
+
+def kv_pages_of(
+    budget: PageBudget, shape: KVShape, dtype: torch.dtype, states: StateLayout | None
+) -> KVPages:
+    """Do as `kv_pages` for a cache of a shape."""
+    whole = [KVLayout(each, dtype) for each in shape.groups]
+    capped = [KVLayout(each.storage, dtype) for each in shape.windows]
+    return kv_pages(budget, whole, states, capped)
 
 
 def paged_states(pages: KVPages, layout: StateLayout | None) -> StateStore | None:

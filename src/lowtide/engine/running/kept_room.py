@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lowtide.memory.kept_rule import KeptRule
 from lowtide.memory.kv_cache import KVRange
@@ -25,18 +25,24 @@ class KeptRoom(KeptRule):
     """
 
     def __init__(
-        self, planned_tokens: int, token_bytes: int, slot_bytes: int, snapshot_bytes: int = 0
+        self,
+        planned_tokens: int,
+        token_bytes: int,
+        slot_bytes: int,
+        snapshot_bytes: int = 0,
+        window_bytes: Sequence[int] = (),
     ) -> None:
-        """planned_tokens: snapshots count as the tokens that take as much memory.
+        """planned_tokens: windows and snapshots count as the tokens that take as much memory.
 
-        token_bytes: of keys and values in all layers. snapshot_bytes: of a copy of all states.
+        token_bytes: of keys and values in layers that keep all tokens. snapshot_bytes: of a copy of
+        all states. window_bytes: of a token in each group of layers that keep the last ones.
         slot_use: number of bytes -> share of passes in which each slot made from them would save a
         read; 0 if slots need no more memory.
         """
         self.slot_use: Callable[[int], float] | None = None
         self._planned_tokens = planned_tokens
         self._token_bytes, self._slot_bytes = token_bytes, slot_bytes
-        self._snapshot_bytes = snapshot_bytes
+        self._snapshot_bytes, self._window_bytes = snapshot_bytes, window_bytes
         self._continuations = Continuations()
         self._kept_at: dict[KVRange, int] = {}  # after which pass
         self._prompt_row, self._miss = _MeanSeconds(), _MeanSeconds()
@@ -72,15 +78,17 @@ class KeptRoom(KeptRule):
     def gives_way(self, kv_range: KVRange, num_tokens: int) -> bool:
         age_passes = self.num_passes - self._kept_at.get(kv_range, self.num_passes)
         prices = self.prices
-        snapshots_bytes = kv_range.num_snapshots * self._snapshot_bytes
-        if prices is not None and snapshots_bytes:  # each token that is saved takes its share
-            each_bytes = snapshots_bytes // max(1, kv_range.num_usable)
-            prices = prices._replace(token_bytes=prices.token_bytes + each_bytes)
+        fixed_bytes = kv_range.num_snapshots * self._snapshot_bytes
+        for index, window in kv_range.all_windows:
+            fixed_bytes += window.num_usable * self._window_bytes[index]
+        if prices is not None:  # each token that is saved takes its share
+            token_bytes = prices.token_bytes + fixed_bytes // max(1, kv_range.num_usable)
+            prices = prices._replace(token_bytes=max(1, token_bytes))
         if prices is not None and kv_range.num_stored == kv_range.num_kept:
             prices = prices.of_stored_keys()
         slot_use = 0.0
         if self.slot_use is not None and prices is not None:
-            held_bytes = kv_range.num_usable * self._token_bytes + snapshots_bytes
+            held_bytes = kv_range.num_usable * self._token_bytes + fixed_bytes
             slot_use = self.slot_use(held_bytes)
         is_given_up = gives_way(
             is_planned=num_tokens <= self._planned_tokens,

@@ -43,7 +43,11 @@ def stored_sequences(
     shapes = tuple(
         (layers, arrays, heads, width) for layers, arrays, heads, _, width in shape.groups
     )
-    layout = KeyLayout(shapes, kv_cache.dtype.itemsize, kv_cache.snapshot_bytes)
+    windows = tuple(
+        ((each.storage.num_layers, *each.storage[1:3], each.storage.width), each.window)
+        for each in shape.windows
+    )
+    layout = KeyLayout(shapes, kv_cache.dtype.itemsize, kv_cache.snapshot_bytes, windows)
     return StoredSequences(files, digest, _name(model), kv_cache, layout)
 
 

@@ -24,7 +24,12 @@ from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
 from lowtide.engine.planning.plan import excess_of, shortage_of
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running.device import device_opener
-from lowtide.engine.running.elastic import ElasticMemory, SharedMemory, kv_pages, paged_states
+from lowtide.engine.running.elastic import (
+    ElasticMemory,
+    SharedMemory,
+    kv_pages_of,
+    paged_states,
+)
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.experts import ExpertParts, load_experts
 from lowtide.engine.running.key_store import digest_of, open_files, stored_sequences
@@ -46,7 +51,7 @@ from lowtide.formats.convert import pack
 from lowtide.kernels.choice import HOST, choose_pack
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
-from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_cache import KVCache, cache_over
 from lowtide.memory.kv_pages import KVLayout
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.states import StateStore
@@ -94,7 +99,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         undo.callback(executor.close)
         shared = None
         if plan.elastic_tokens:
-            shared = SharedMemory(Division.of(planner, plan), plan.fast_tier, context)
+            shared = SharedMemory(Division.of(planner, plan), plan.fast_tier, context, memory.dtype)
         workspace = open_workspace(
             planner,
             plan.fast_tier.workspace_bytes,
@@ -134,6 +139,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
                 *(checkpoint, config, memory.dtype, options.reuse, memory.formats, asked.formats),
                 *(None if inputs is None else inputs.digest, memory.device, kernels.name),
                 sorted(memory.rounded),
+                [(each.window, each.storage[:3]) for each in context.kv_shape.windows],
             )
             stored = stored_sequences(files, digest, facts.folder, kv_cache, context.kv_shape)
         set_early_gate(experts, model.routers, calibration, memory.dtype)
@@ -221,21 +227,21 @@ def _kv_cache(
     layout = context.state_layout(dtype)
     state_bytes = 0 if layout is None else layout.num_bytes
     if device == HOST and is_elastic:  # what sequences do not need is the system's
-        layouts = [KVLayout(group, dtype) for group in shape.groups]
+        layouts = (KVLayout(each, dtype) for each in shape.storage)
         num_bytes = sum(each.address_bytes(SMALL_GROUP_BYTES) for each in layouts)
-        pages = kv_pages(PageBudget(num_bytes + state_bytes), layouts, layout)
+        pages = kv_pages_of(PageBudget(num_bytes + state_bytes), shape, dtype, layout)
         states = paged_states(pages, layout)
-        return KVCache(pages.storage, pages, max_range_tokens, places=shape.places, states=states)
+        return cache_over(shape, pages.all_storage, pages, max_range_tokens, states=states)
     if device == HOST:
         of_states = Arena(state_bytes).bytes  # on huge pages, as all of a slot is used
         storage = [
-            Arena(math.prod(group) * dtype.itemsize, grows_slowly=True).tensor(0, group, dtype)
-            for group in shape.groups
+            Arena(math.prod(each) * dtype.itemsize, grows_slowly=True).tensor(0, each, dtype)
+            for each in shape.storage
         ]
     else:
         num_bytes = shape.num_elements * dtype.itemsize + state_bytes
         with plan_errors(num_bytes, "GPU memory for keys and values"):
-            storage = [torch.zeros(group, dtype=dtype, device=device) for group in shape.groups]
+            storage = [torch.zeros(each, dtype=dtype, device=device) for each in shape.storage]
             of_states = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
     states = None if layout is None else StateStore(layout, of_states)
-    return KVCache(storage, max_range_tokens=max_range_tokens, places=shape.places, states=states)
+    return cache_over(shape, storage, max_range_tokens=max_range_tokens, states=states)

@@ -267,6 +267,7 @@ def _grouped(parts: GroupedParts, matrices: Iterator[ctypes.Structure]) -> ctype
         window=parts.window,
         sinks=_address(parts.sinks),
         scale=parts.scale,
+        group=parts.group,
     )
 
 

@@ -10,10 +10,15 @@ using namespace lowtide;
 
 namespace {
 
+// Where the tokens of all rows are, as in `Pass::tokens`.
+const std::int64_t* places(const Pass& p, const GroupedAttention& a) {
+    return p.tokens + 2 * p.num_rows * a.group;
+}
+
 void store_rows(const Pass& p, const GroupedAttention& a, long width) {
     const long dim = a.head_dim;
     for (long row = 0; row < p.num_rows; ++row) {
-        const std::int64_t* tokens = p.tokens + 2 * row;
+        const std::int64_t* tokens = places(p, a) + 2 * row;
         const long place = (tokens[0] + tokens[1] - 1) * dim;
         const bf16* key = p.projected + row * width + a.num_heads * dim;
         const bf16* value = key + a.num_key_heads * dim;
@@ -75,9 +80,9 @@ void lowtide_mix_grouped(const Pass* pass, const void* parts, long hidden) {
     turn(p, a, width);
     store_rows(p, a, width);
     attend(p.variant, p.num_threads, {
-        p.projected, width, a.keys, a.values, a.head_stride, p.attended, size, p.tokens, a.window,
-        p.num_rows, a.num_key_heads, a.num_heads / a.num_key_heads, a.head_dim, a.head_dim, a.scale,
-        a.sinks,
+        p.projected, width, a.keys, a.values, a.head_stride, p.attended, size, places(p, a),
+        a.window, p.num_rows, a.num_key_heads, a.num_heads / a.num_key_heads, a.head_dim,
+        a.head_dim, a.scale, a.sinks,
     });
     if (a.has_gates)
         lowtide_sigmoid_weigh(p.variant, p.num_threads, p.attended, size, p.product + a.head_dim,

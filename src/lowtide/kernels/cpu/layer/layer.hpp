@@ -73,8 +73,9 @@ struct Pass {
     long num_rows;
     bf16* x;  // [num_rows, hidden]
     const Angles* angles;  // of each rotation that layers have
-    const std::int64_t* tokens;  // [num_rows, 2]: the first of the row's sequence in the cache; how
-                                 // many it sees, its own the last
+    const std::int64_t* tokens;  // [groups of layers, num_rows, 2]: where the first token of the
+                                 // row's sequence is in the group's cache, or would be if it were
+                                 // still there; how many the row sees, its own the last
     const std::int64_t* sequences;  // [num_sequences, 4]: the first of a sequence's rows, their end,
                                     // and the addresses of its states before and behind them
     long num_sequences;

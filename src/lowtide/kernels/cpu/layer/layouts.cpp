@@ -79,6 +79,7 @@ constexpr Field FIELDS[] = {
     FIELD(GroupedAttention, num_key_heads), FIELD(GroupedAttention, head_dim),
     FIELD(GroupedAttention, angles), FIELD(GroupedAttention, window),
     FIELD(GroupedAttention, sinks), FIELD(GroupedAttention, scale),
+    FIELD(GroupedAttention, group),
     FIELD(LatentAttention, norm), FIELD(LatentAttention, query_down),
     FIELD(LatentAttention, query_norm), FIELD(LatentAttention, query),
     FIELD(LatentAttention, latent_down), FIELD(LatentAttention, latent_norm),

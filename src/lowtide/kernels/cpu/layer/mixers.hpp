@@ -21,10 +21,11 @@ struct GroupedAttention {
     long window;  // tokens that a row sees, its own included; 0: all
     const float* sinks;  // [num_heads], or null
     float scale;
+    long group;  // of layers, whose places of tokens are this one's
 };
 
-// Attention over latents, with a rotating key for all heads beside each. A head's queries are
-// [fixed | rotating]; the cache has [latent | rotating key].
+// Attention over latents, with a rotating key for all heads beside each, in the first group of
+// layers. A head's queries are [fixed | rotating]; the cache has [latent | rotating key].
 struct LatentAttention {
     Norm norm;
     Matrix query_down;  // num_outs 0: queries are projected at once
