@@ -70,15 +70,24 @@ TEMPLATE = """\
 """In Qwen's form; thoughts are kept, so that a turn begins with all of the turn before."""
 
 
-def agent_model(folder: Path, context: int) -> Path:
-    """A random Qwen3-MoE of so many positions with Qwen's marks."""
+TWO_LAYERS = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "qwen3_5_moe": {"layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+def agent_model(
+    folder: Path, context: int, family: str = "qwen3_moe", template: str = TEMPLATE
+) -> Path:
+    """A random model of so many positions with Qwen's marks."""
     backend = _tokenizer()
     eos_token_id = backend.get_vocab_size()
     backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
     backend.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in MARKS])
-    tiny = families()["qwen3_moe"].sizes()["tiny"]
+    tiny = families()[family].sizes()["tiny"]
     own = {
         "num_hidden_layers": 2,
+        **TWO_LAYERS.get(family, {}),
         "vocab_size": backend.get_vocab_size(),
         "eos_token_id": eos_token_id,
         "pad_token_id": eos_token_id,
@@ -87,7 +96,7 @@ def agent_model(folder: Path, context: int) -> Path:
     write_checkpoint(SynthSize({**tiny.config, **own}, eos_token_id, tiny.max_shard_bytes), folder)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
@@ -99,17 +108,15 @@ class Answered(NamedTuple):
 
 
 class ForcedService(Service):
-    """Service that answers conversations with tools by a script, and others with `ASIDE`.
+    """Service that answers conversations with tools by a script, and others with `aside`.
 
     Each turn has a text of its own; turns behind the script's end repeat its last one. answered:
     requests and their ends, in order.
     """
 
-    ASIDE = "A repair."
-
-    def __init__(self, llm: AsyncLLM, script: Sequence[str]) -> None:
+    def __init__(self, llm: AsyncLLM, script: Sequence[str], aside: str = "A repair.") -> None:
         super().__init__(llm)
-        self._script = script
+        self._script, self._aside = script, aside
         self._forced: list[ForcedTokens] = []
         self.answered: list[Answered] = []
 
@@ -137,7 +144,7 @@ class ForcedService(Service):
 
     def _text(self, ask: Ask) -> str:
         if not ask.tools or ask.conversation is None:
-            return self.ASIDE
+            return self._aside
         num_turns = sum(turn.role == "assistant" for turn in ask.conversation.turns)
         return self._script[min(num_turns, len(self._script) - 1)]
 

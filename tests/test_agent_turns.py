@@ -10,10 +10,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import pytest
-from agent_requests import claude_request, codex_request
+from agent_requests import claude_request, codex_request, words
 from forced_serving import ForcedService, agent_model
 from scripted_serving import events_of
 from serving import LIMIT_S, serving_app
@@ -24,6 +25,16 @@ from lowtide.serve.app import build_app
 from lowtide.serve.context import AGENT_TOKENS
 
 PATCH = '*** Begin Patch\n*** Update File: a.py\n@@\n-x = "\\n"\n+\ty = 1\n*** End Patch\n'
+FORGETFUL = """\
+{% for message in messages %}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+<|im_start|>assistant
+<think>
+"""
+"""Prompts end in a thought, and no later one has it."""
+
 LOOK = "<think>\nLook first.\n</think>\n\nI look.\n"
 
 
@@ -96,3 +107,34 @@ def test_claude_code_gets_its_calls_and_its_conversation_is_kept(llm: AsyncLLM) 
     usage = second["usage"]
     assert usage["cache_read_input_tokens"] > usage["input_tokens"]
     check_turns(service, 2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe", "qwen3_5_moe"])
+def test_a_turn_whose_thoughts_are_dropped_computes_its_answer_and_what_is_new(
+    family: str, tmp_path: Path
+) -> None:
+    """Behind some 16,000 tokens, whether keys can be cut anywhere or states were copied."""
+    folder = agent_model(tmp_path / "tiny", AGENT_TOKENS, family, FORGETFUL)
+    llm = AsyncLLM(folder, context=AGENT_TOKENS, host_memory="256MiB")
+    shown, asked = "I see.", "And then?"
+    service = ForcedService(llm, [], f"{words(300)}\n</think>\n\n{shown}")
+    messages = [{"role": "user", "content": words(98_000)}]
+    try:
+        with serving_app(build_app(service)) as url:
+            for _ in range(3):
+                body = {"messages": messages}
+                answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=LIMIT_S)
+                [choice] = answer.json()["choices"]
+                assert choice["message"]["content"].strip() == shown
+                messages += [{"role": "assistant", "content": shown}]
+                messages += [{"role": "user", "content": asked}]
+        assert llm.tokenizer is not None
+        turn = f"{shown}<|im_end|>\n<|im_start|>user\n{asked}<|im_end|>\n"
+        new = f"{turn}<|im_start|>assistant\n<think>\n"
+        num_new = len(llm.tokenizer.encode(new))
+        first, *later = [answered.done for answered in service.answered]
+        assert first.num_prompt > 16_000 and not first.num_resumed
+        for done in later:
+            assert done.num_prompt - done.num_resumed <= num_new < 60
+    finally:
+        asyncio.run(llm.close())

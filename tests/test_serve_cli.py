@@ -92,3 +92,4 @@ def test_a_signal_lets_answers_finish_and_ends_the_process() -> None:
         assert server.wait(LIMIT_S) == 128 + signal.SIGTERM
     told = "".join(said)
     assert "Codex CLI" in told and "Traceback" not in told
+    assert "context 512: " in told and "for each token of a conversation" in told

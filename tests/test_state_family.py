@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from test_layer_kinds import attention, rms
 from torch import Tensor
 
+from lowtide.cli.outlook import conversation_note
 from lowtide.config import (
     AttentionSpec,
     Causal,
@@ -29,6 +30,7 @@ from lowtide.config import (
     Published,
     Rope,
     ShortConvSpec,
+    format_size,
     keys,
 )
 from lowtide.config.decoding import Blocks
@@ -253,10 +255,15 @@ def test_a_plan_names_the_states(folder: Path) -> None:
     # Two arrays of three layers, in whole pages: the tail of three rows, and the matrices.
     slot_bytes = 4096 * -(-3 * 4 * (3 * 96 + 4 * 8 * 16) // 4096)
     num_slots = [plan.host.state_bytes // slot_bytes for plan in plans]
-    assert num_slots == [max(4, plans[0].host.kv_cache_bytes // 2 // slot_bytes), 64]
+    assert num_slots == [max(8, plans[0].host.kv_cache_bytes // 2 // slot_bytes), 64]
     assert "\nstates " in repr(plans[0])
     told = [re.search(r"states of .*: (\d+) sequences run at once", plan.reason) for plan in plans]
     assert [int(found[1]) for found in told] == [count // 2 for count in num_slots]
+    assert [plan.snapshot_bytes for plan in plans] == [slot_bytes] * 2
+    size, both = format_size(slot_bytes), format_size(2 * slot_bytes)
+    note = conversation_note(plans[1])
+    assert f"{both} while it runs, and {size} for each snapshot" in note
+    assert "32 run at once, or 64 snapshots are kept" in note and "context 32,768: " in note
     grown = plans[1].minimum_bytes - plans[0].minimum_bytes
     of_sequences = [plan.host.kv_cache_bytes + plan.host.state_bytes for plan in plans]
     assert grown >= of_sequences[1] - of_sequences[0]

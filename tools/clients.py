@@ -1,6 +1,10 @@
 """Real coding agents against the server, to the end of a small repair: `make clients`.
 
-python tools/clients.py    # a minute for each, behind 770 MB that npm fetches once
+python tools/clients.py             # a minute for each, behind 770 MB that npm fetches once
+python tools/clients.py TEMPLATE    # and again with a model with states and Qwen3.5's template
+
+TEMPLATE is a file that the sdist of llama-cpp-python has: Qwen3.5-4B.jinja in vendor/llama.cpp/
+models/templates.
 
 Codex CLI and Claude Code, of pinned versions in the user's cache, are each run on a repository
 with a failing test, as `lowtide serve --print-config` says, and Codex again with `--oss`, as if an
@@ -30,12 +34,13 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
-from forced_serving import ForcedService, agent_model  # noqa: E402
+from forced_serving import TEMPLATE, ForcedService, agent_model  # noqa: E402
 from serving import serving_app  # noqa: E402
-from small_tokenizers import QWEN  # noqa: E402
+from small_tokenizers import CODER, QWEN, CallFormat  # noqa: E402
 from starlette.types import ASGIApp, Message, Receive, Scope, Send  # noqa: E402
 
 from lowtide import AsyncLLM  # noqa: E402
+from lowtide.decode.kept_sequences import TEMPLATE_TOKENS  # noqa: E402
 from lowtide.files.folders import cache_folder  # noqa: E402
 from lowtide.serve.app import build_app  # noqa: E402
 from lowtide.serve.context import AGENT_TOKENS  # noqa: E402
@@ -60,7 +65,35 @@ PIXEL = base64.b64decode(
     "+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 RUN_TEST = "python3 -m unittest"
-LOOK = "<think>\nWhich test fails?\n</think>\n\nI run the tests.\n"
+
+
+class Writing(NamedTuple):
+    """How a model writes its answers.
+
+    calls: form of its calls. before: what begins a thought. thought: of an answer that has none
+    in particular. gap: between a text and a call.
+    """
+
+    calls: CallFormat
+    before: str
+    thought: str
+    gap: str
+
+    def answer(self, text: str, *call: tuple[str, dict[str, object]], thought: str = "") -> str:
+        """Return an answer as it is written, with a call behind its text."""
+        thought = thought or self.thought
+        begun = f"{self.before}{thought}\n</think>\n\n" if thought else ""
+        return begun + text + (self.gap if text and call else "") + self.calls.text(*call)
+
+    def look(self, call: tuple[str, dict[str, object]]) -> str:
+        """Return a first answer, whose thought is told."""
+        return self.answer("I run the tests.", call, thought="Which test fails?")
+
+
+USUAL = Writing(QWEN, "<think>\n", "", "\n")
+IN_THOUGHT = Writing(CODER, "", "What comes next?", "\n\n")
+"""Prompts end with the mark of a thought, so that each answer has one."""
+
 END = "The test passes."
 
 
@@ -75,7 +108,7 @@ class Agent(NamedTuple):
     package: str
     version: str
     arguments: tuple[str, ...]
-    script: Callable[[Path], list[str]]
+    script: Callable[[Path, Writing], list[str]]
 
     @property
     def is_oss(self) -> bool:
@@ -83,27 +116,30 @@ class Agent(NamedTuple):
         return "--oss" in self.arguments
 
 
-def codex_script(_: Path) -> list[str]:
-    run = QWEN.text(("exec_command", {"cmd": RUN_TEST}))
+def codex_script(_: Path, writing: Writing) -> list[str]:
+    run = ("exec_command", {"cmd": RUN_TEST})
     hunk = f"*** Update File: mean.py\n@@\n-{WRONG}+{RIGHT}"
-    patch = {"input": f"*** Begin Patch\n{hunk}*** End Patch\n"}
-    return [LOOK + run, QWEN.text(("apply_patch", patch)), run, END]
+    patch = ("apply_patch", {"input": f"*** Begin Patch\n{hunk}*** End Patch\n"})
+    write = writing.answer
+    return [writing.look(run), write("", patch), write("", run), write(END)]
 
 
-def codex_oss_script(folder: Path) -> list[str]:
+def codex_oss_script(folder: Path, writing: Writing) -> list[str]:
     """Codex knows nothing of the model, and gives it no `apply_patch`."""
     mend = f"sed -i 's|{WRONG.strip()}|{RIGHT.strip()}|' mean.py"
-    run, mended = (QWEN.text(("exec_command", {"cmd": command})) for command in (RUN_TEST, mend))
-    look = QWEN.text(("view_image", {"path": str(folder / PICTURE)}))
-    return [LOOK + run, look, mended, run, END]
+    run, mended = (("exec_command", {"cmd": command}) for command in (RUN_TEST, mend))
+    look = ("view_image", {"path": str(folder / PICTURE)})
+    write = writing.answer
+    return [writing.look(run), *(write("", call) for call in (look, mended, run)), write(END)]
 
 
-def claude_script(folder: Path) -> list[str]:
-    run = QWEN.text(("Bash", {"command": RUN_TEST, "description": "Run the tests"}))
+def claude_script(folder: Path, writing: Writing) -> list[str]:
+    run = ("Bash", {"command": RUN_TEST, "description": "Run the tests"})
     file = {"file_path": str(folder / "mean.py")}
-    edit = {**file, "old_string": WRONG, "new_string": RIGHT}
-    look = QWEN.text(("Read", {"file_path": str(folder / PICTURE)}))
-    return [LOOK + run, look, QWEN.text(("Read", file)), QWEN.text(("Edit", edit)), run, END]
+    edit = ("Edit", {**file, "old_string": WRONG, "new_string": RIGHT})
+    look = ("Read", {"file_path": str(folder / PICTURE)})
+    calls = (look, ("Read", file), edit, run)
+    return [writing.look(run), *(writing.answer("", call) for call in calls), writing.answer(END)]
 
 
 CODEX = ("codex", "@openai/codex", "0.169.0")
@@ -126,16 +162,25 @@ def main() -> None:
     programs = cache_folder() / "agents"
     if INSIDE not in sys.argv:
         _install(programs)
-        os.execvp("unshare", [*_namespace(), sys.executable, __file__, INSIDE])
+        os.execvp("unshare", [*_namespace(), sys.executable, __file__, INSIDE, *sys.argv[1:]])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    found = _all_repaired(programs, USUAL, "qwen3_moe", TEMPLATE)
+    for path in sys.argv[2:]:
+        template = Path(path).read_text(encoding="utf-8")
+        found += _all_repaired(programs, IN_THOUGHT, "qwen3_5_moe", template)
+    sys.exit(any(found))
+
+
+def _all_repaired(programs: Path, writing: Writing, family: str, template: str) -> list[list[str]]:
+    """Run each agent with a model of a family."""
     with tempfile.TemporaryDirectory(prefix="clients-") as name:
-        model = agent_model(Path(name) / MODEL, AGENT_TOKENS)
+        model = agent_model(Path(name) / MODEL, AGENT_TOKENS, family, template)
         llm = AsyncLLM(model, context=AGENT_TOKENS, host_memory="256MiB")
         try:
-            found = [_repaired(agent, programs, llm, Path(name)) for agent in AGENTS]
+            print(family)
+            return [_repaired(agent, programs, llm, Path(name), writing) for agent in AGENTS]
         finally:
             asyncio.run(llm.close())
-    sys.exit(any(found))
 
 
 def _install(folder: Path) -> None:
@@ -169,7 +214,9 @@ def _namespace() -> list[str]:
     )
 
 
-def _repaired(agent: Agent, programs: Path, llm: AsyncLLM, folder: Path) -> list[str]:
+def _repaired(
+    agent: Agent, programs: Path, llm: AsyncLLM, folder: Path, writing: Writing
+) -> list[str]:
     """Runs an agent and prints what came of it. Returns what is not as it should be."""
     home = Path(tempfile.mkdtemp(prefix=agent.name, dir=folder))
     repository = home / "repository"
@@ -177,8 +224,8 @@ def _repaired(agent: Agent, programs: Path, llm: AsyncLLM, folder: Path) -> list
     for name, text in FILES.items():
         (repository / name).write_text(text)
     (repository / PICTURE).write_bytes(PIXEL)
-    script = agent.script(repository)
-    service = ForcedService(llm, script)
+    script = agent.script(repository, writing)
+    service = ForcedService(llm, script, writing.answer("A repair."))
     requests = Requests(build_app(service))
     with serving_app(requests) as url:
         told = _run(agent, programs, home, repository, _config(agent, folder / MODEL, url))
@@ -206,7 +253,8 @@ def _wrong(
     if len(turns) != num_turns:
         yield f"{len(turns)} turns, and the script has {num_turns}"
     for before, after in pairwise(each.done for each in turns):
-        if after.num_resumed < before.num_prompt:
+        # A template may drop what it added at the end for an answer.
+        if after.num_resumed < before.num_prompt - TEMPLATE_TOKENS:
             yield f"a turn computes again what was there: {after.num_resumed:,} tokens kept"
     last = turns[-1].ask.conversation.turns if turns else ()
     outputs = [turn.text for turn in last if turn.role == "tool"]

@@ -240,6 +240,8 @@ class MemoryPlan:
     requests about a twentieth."""
     texts_bytes: int = 0
     """Of a served model: the most additional memory while texts are tokenised."""
+    snapshot_bytes: int = 0
+    """A copy of one sequence's states, from which a later turn goes on; 0: tokens suffice."""
     policy_sizes: str = ""
     """Numbers that the policy's options come to for this model, if they are not constants."""
 

@@ -38,6 +38,30 @@ def plan_line(plan: MemoryPlan) -> str:
     return " · ".join(parts)
 
 
+def conversation_note(plan: MemoryPlan) -> str:
+    """Return what a conversation takes of the memory that is planned for all of them.
+
+    Empty where passes keep no keys.
+    """
+    num_bytes = plan.fast_tier.kv_cache_bytes
+    if not num_bytes:
+        return ""
+    each = format_size(round(num_bytes / plan.context))
+    told = (
+        f"context {plan.context:,}: {format_size(num_bytes)} of memory, on average {each} for each "
+        "token"
+    )
+    if not plan.snapshot_bytes:
+        return f"{told} of a conversation"
+    running, copied = format_size(2 * plan.snapshot_bytes), format_size(plan.snapshot_bytes)
+    num_slots = plan.fast_tier.state_bytes // plan.snapshot_bytes
+    return (
+        f"{told} of a conversation, {running} while it runs, and {copied} for each snapshot from "
+        f"which a later turn goes on: {num_slots // 2} run at once, or {num_slots} snapshots are "
+        "kept"
+    )
+
+
 def context_note(plan: MemoryPlan, config: ModelConfig) -> str:
     """Return a note on a context that is too long or too short, or an empty string."""
     positions = config.max_positions

@@ -14,6 +14,7 @@ from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName, show_plan, show_tasks
 from lowtide.cli.opening import open_async, served_context_of
 from lowtide.cli.options import Settings
+from lowtide.cli.outlook import conversation_note
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import UsageError
 from lowtide.option import Group
@@ -75,9 +76,10 @@ def _report(llm: AsyncLLM, asked: ServeSettings, url: str) -> None:
     """Print to standard error the server's address and the clients that it cannot serve."""
     console = stderr_console()
     console.print(f"{printable(asked.served_name or '')} is served at {url} (Ctrl-C ends it)")
-    note = agent_note(min(llm.plan.context, llm.config.max_positions))
-    if note:
-        console.print(note)
+    context = min(llm.plan.context, llm.config.max_positions)
+    for note in (conversation_note(llm.plan), agent_note(context)):
+        if note:
+            console.print(note)
 
 
 def _served_model(model: str, settings: Settings) -> ServedModel:

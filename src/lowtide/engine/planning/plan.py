@@ -55,6 +55,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
     else:
         budget_bytes = _device_bytes(needs, asked.gpu_memory, memory.device)
     tier, residents = spend(needs, budget_bytes, context.num_tokens)
+    states = context.state_layout(memory.dtype)
     fits, sizes = budget_bytes >= needs.full_bytes, ""
     if memory.experts is None:
         preset, reason = "none", "the model has no experts: there is nothing to place"
@@ -89,6 +90,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         cache=options.reuse.value,
         advised_bytes=_advised_bytes(needs, memory.dtype),
         formats=memory.formats,
+        snapshot_bytes=0 if states is None else states.slot_bytes,
         policy_sizes=sizes,
     )
     if not is_host:
