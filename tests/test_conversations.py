@@ -93,7 +93,8 @@ def test_exactly_gives_the_ids_of_a_cold_run_in_bfloat16(
         [second] = llm.generate([talk], params(family))
         [branch] = llm.generate([[*long[:600], 8, 9]], params(family))
     cached = [one.usage.cached_tokens for one in (first, second, branch)]
-    assert cached == [0, length // 512 * 512, 512]
+    # Windows have gone on by then, and nobody knew that a turn would leave the prompt there.
+    assert cached == [0, length // 512 * 512, 0 if family == "gpt_oss" else 512]
     for prompt, found in ((talk, second), ([*long[:600], 8, 9], branch)):
         with LLM(models[family], cache="off", **options) as cold:
             [expected] = cold.generate([prompt], params(family))
