@@ -50,9 +50,8 @@ from lowtide.schemas.weights import ExpertTable
 
 DEFAULT_CONTEXT = 4096
 
-LEAST_STATE_SLOTS = 8
-"""Slots of states, each for one sequence: of two that run two each, and for two snapshots of each,
-without which their next turns would be computed from the beginning."""
+LEAST_STATE_SLOTS = 4
+"""Slots of states, each for one sequence: of one that runs two, and two for snapshots."""
 
 MOST_STATE_SLOTS = 64
 
