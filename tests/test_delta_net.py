@@ -267,6 +267,25 @@ def test_compiled_rows_at_once_are_single_steps(variants: list[CompiledKernels])
     assert torch.equal(out, wanted) and all(map(torch.equal, after, wanted_state))
 
 
+@pytest.mark.parametrize("spec", COMPILED, ids=str)
+@pytest.mark.parametrize("num_rows", [2, CHUNK])
+def test_a_compiled_chunk_is_the_twins(
+    variants: list[CompiledKernels], spec: DeltaNetSpec, num_rows: int
+) -> None:
+    """Within float32's rounding; what compiled kernels make of it is the same in every variant."""
+    case, found = Case.of(spec, num_rows, torch.bfloat16), []
+    for kernels, num_threads in ((REFERENCE, 1), *((each, n) for each in variants for n in (1, 3))):
+        workspace, after, out = Watched(Arena(16 << 20).bytes), case.after(), case.out()
+        operands = case.rows, case.weights, case.state, after, out, workspace
+        kernels.delta_chunk(*operands, InlineExecutor().run, num_threads)
+        found.append((out, *after))
+    (out, tail, matrices), first, *others = found
+    torch.testing.assert_close(first[0].float(), out.float(), atol=1e-4, rtol=2**-7)
+    torch.testing.assert_close(first[2], matrices, atol=2e-5, rtol=1e-5)
+    assert torch.equal(first[1], tail)
+    assert all(torch.equal(*pair) for each in others for pair in zip(each, first, strict=True))
+
+
 def test_a_compiled_gate_is_the_twins(variants: list[CompiledKernels]) -> None:
     workspace = Watched(Arena(16 << 20).bytes)
     weight = randn(24, seed=1)

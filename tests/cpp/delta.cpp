@@ -7,12 +7,14 @@
 namespace driver {
 namespace {
 
+using lowtide::DeltaChunk;
 using lowtide::DeltaRows;
 using lowtide::DeltaSpec;
 using lowtide::DeltaWeights;
 using lowtide::widen;
 
 using DeltaSteps = void(int, int, const DeltaRows*, const DeltaWeights*);
+using DeltaPrepare = void(int, int, const DeltaRows*, const DeltaWeights*, const DeltaChunk*);
 using SiluWeigh = void(int, int, bf16*, long, const bf16*, long, long, long);
 using SigmoidWeigh = void(int, int, bf16*, long, const bf16*, long, long, long, long, long);
 
@@ -46,6 +48,25 @@ struct Case {
     DeltaWeights weights() const { return {spec, conv.data(), decay.data(), time_bias.data()}; }
 
     long out_size() const { return spec.value_heads * spec.value_width; }
+
+    // What a chunk of all rows is made of: keys and queries, values, betas, decays; and the tail.
+    std::pair<std::vector<Floats>, Numbers> prepare(DeltaPrepare* call, int variant,
+                                                    int num_threads) const {
+        const long pairs = spec.value_heads * num_rows;
+        std::vector<Floats> made = {Floats(2 * pairs * spec.key_width),
+                                    Floats(pairs * spec.value_width), Floats(pairs),
+                                    Floats(pairs)};
+        Numbers tail(state.tail.size());
+        const DeltaWeights own = weights();
+        const DeltaRows rows = {
+            mixed.data(), spec.channels(), beta.data(), spec.value_heads, time.data(),
+            spec.value_heads, state.tail.data(), tail.data(), nullptr, nullptr, nullptr, 0,
+            num_rows,
+        };
+        const DeltaChunk chunk = {made[0].data(), made[1].data(), made[2].data(), made[3].data()};
+        call(variant, num_threads, &rows, &own, &chunk);
+        return {made, tail};
+    }
 
     // Of `count` rows from `first` on.
     Numbers run(DeltaSteps* steps, int variant, int num_threads, long first, long count,
@@ -147,6 +168,34 @@ void check_case(DeltaSteps* steps, int best, const DeltaSpec& spec, long num_row
                "a delta-net's tail", long(i), num_rows);
 }
 
+void check_chunk(DeltaPrepare* prepare, int best, const DeltaSpec& spec, long num_rows) {
+    const Case c(spec, num_rows);
+    const auto wanted = c.prepare(prepare, 0, 1);
+    for (int variant = 0; variant <= best; ++variant)
+        for (int num_threads : THREADS)
+            expect(c.prepare(prepare, variant, num_threads) == wanted, "bits of a delta-net's chunk",
+                   variant, num_threads, num_rows);
+    const Floats& keys_queries = wanted.first[0];
+    for (long i = 0; i < 2 * spec.value_heads * num_rows; ++i) {
+        double squares = 0;
+        for (long j = i * spec.key_width; j < (i + 1) * spec.key_width; ++j)
+            squares += double(keys_queries[j]) * keys_queries[j];
+        const bool is_key = i / num_rows % 2 == 0;
+        expect(squares < (is_key ? 1 : 1.0 / spec.key_width) + 1e-5, "a chunk's keys", i, num_rows);
+    }
+    for (long head = 0; head < spec.value_heads; ++head) {
+        double sum = 0;
+        for (long row = 0; row < num_rows; ++row) {
+            const long from = row * spec.value_heads + head, to = head * num_rows + row;
+            const double beta = 1 / (1 + std::exp(-double(widen(c.beta[from]))));
+            const double time = double(widen(c.time[from])) + double(c.time_bias[head]);
+            sum += c.decay[head] * std::log1p(std::exp(time));
+            expect(std::abs(wanted.first[2][to] - beta) < 1e-6, "a chunk's beta", head, row);
+            expect(std::abs(wanted.first[3][to] - sum) < 1e-4, "a chunk's decay", head, row);
+        }
+    }
+}
+
 void weigh_by_silu(SiluWeigh* weigh, int best, long num_rows, long length) {
     const long stride = length + 3;
     const Numbers x = numbers(strided(num_rows, stride, length));
@@ -192,12 +241,16 @@ void weigh_by_sigmoid(SigmoidWeigh* weigh, int best, long num_rows, long num_hea
 void check_delta(const Library& kernels) {
     const int best = kernels.function<int()>("lowtide_best_variant")();
     auto* steps = kernels.function<DeltaSteps>("lowtide_delta_steps");
+    auto* prepare = kernels.function<DeltaPrepare>("lowtide_delta_prepare");
     // Key heads, value heads, widths of keys and values, the kernel, and whether heads are tiled:
     // the last has work for several threads.
     constexpr DeltaSpec SPECS[] = {{1, 1, 1, 1, 1, 0},  {2, 4, 16, 24, 4, 0}, {2, 4, 16, 24, 4, 1},
                                    {3, 3, 17, 33, 2, 0}, {4, 8, 128, 128, 4, 1}};
     for (const DeltaSpec& spec : SPECS)
-        for (long num_rows : {0, 1, 2, 3, 8}) check_case(steps, best, spec, num_rows);
+        for (long num_rows : {0, 1, 2, 3, 8}) {
+            check_case(steps, best, spec, num_rows);
+            check_chunk(prepare, best, spec, num_rows);
+        }
     auto* weigh = kernels.function<SiluWeigh>("lowtide_silu_weigh");
     auto* weigh_heads = kernels.function<SigmoidWeigh>("lowtide_sigmoid_weigh");
     for (long num_rows : {0, 1, 3})

@@ -67,6 +67,7 @@ _FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "silu_weigh": (None, _INT, _INT, _P, _LONG, _P, _LONG, _LONG, _LONG),
         "sigmoid_weigh": (None, _INT, _INT, _P, _LONG, _P, *5 * (_LONG,)),
         "delta_steps": (None, _INT, _INT, _P, _P),
+        "delta_prepare": (None, _INT, _INT, _P, _P, _P),
     },
     PACKING: {"quantised_pack": (None, _INT, _INT, _INT, _P, _P, _P, _LONG, _LONG)},
     PACKED: {
@@ -405,12 +406,12 @@ def _between_products(kernels: Kernels) -> Iterator[Case]:
         return out
 
     yield Case("heads weighed by a sigmoid", sigmoid_weigh)
-    yield _delta_net(kernels, draw)
+    yield from _delta_net(kernels, draw)
     yield from _attention(kernels, draw)
     yield _router(kernels, draw)
 
 
-def _delta_net(kernels: Kernels, draw: _Draw) -> Case:
+def _delta_net(kernels: Kernels, draw: _Draw) -> Iterator[Case]:
     """Rows of a gated delta-net with a state."""
     key_heads, value_heads, key_width, value_width, kernel, num_rows = 2, 4, 24, 40, 4, 3
     channels, width = (
@@ -427,18 +428,29 @@ def _delta_net(kernels: Kernels, draw: _Draw) -> Case:
     time_bias = draw.floats(value_heads)
     spec = struct("DeltaSpec")(key_heads, value_heads, key_width, value_width, kernel, 1)
 
-    def run(variant: int) -> array[float]:
+    def structs(*of_states: int) -> tuple[ctypes.Structure, ctypes.Structure]:
+        given = _at(mixed), channels, _at(beta), value_heads, _at(time), value_heads
+        rows = struct("DeltaRows")(*given, _at(tail), *of_states, width, num_rows)
+        return rows, struct("DeltaWeights")(spec, _at(conv), _at(decay), _at(time_bias))
+
+    def steps(variant: int) -> array[float]:
         tail_after, after = array("H", bytes(2 * len(tail))), array("f", bytes(4 * len(matrices)))
         out = array("H", bytes(2 * num_rows * width))
-        given = _at(mixed), channels, _at(beta), value_heads, _at(time), value_heads
-        states = _at(tail), _at(tail_after), _at(matrices), _at(after)
-        rows = struct("DeltaRows")(*given, *states, _at(out), width, num_rows)
-        weights = struct("DeltaWeights")(spec, _at(conv), _at(decay), _at(time_bias))
-        addresses = ctypes.addressof(rows), ctypes.addressof(weights)
-        kernels.delta_steps(variant, _THREADS, *addresses)
+        given = structs(_at(tail_after), _at(matrices), _at(after), _at(out))
+        kernels.delta_steps(variant, _THREADS, *map(ctypes.addressof, given))
         return array("f", [*_wide(out), *_wide(tail_after), *after])
 
-    return Case("delta-net", run, is_bf16=False)
+    yield Case("delta-net", steps, is_bf16=False)
+
+    def prepare(variant: int) -> array[float]:
+        tail_after = array("H", bytes(2 * len(tail)))
+        widths = 2 * key_width, value_width, 1, 1
+        made = [array("f", bytes(4 * value_heads * num_rows * each)) for each in widths]
+        given = *structs(_at(tail_after), 0, 0, 0), struct("DeltaChunk")(*map(_at, made))
+        kernels.delta_prepare(variant, _THREADS, *map(ctypes.addressof, given))
+        return array("f", [*_wide(tail_after), *(each for part in made for each in part)])
+
+    yield Case("delta-net's chunk", prepare, is_bf16=False)
 
 
 def _attention(kernels: Kernels, draw: _Draw) -> Iterator[Case]:

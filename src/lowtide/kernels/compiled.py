@@ -12,12 +12,14 @@ to int8 are always multiplied with weights as stored.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide.formats import MatrixFormat, StoredMatrix
+from lowtide.kernels import reference_delta
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows, is_on_host
 from lowtide.kernels.cpu.layer import CompiledLayer
 from lowtide.kernels.cpu.packed import PLAIN, SECTIONS, PackedOperators, type_number
@@ -36,6 +38,7 @@ from lowtide.kernels.operands import (
     SlotPlaces,
 )
 from lowtide.kernels.reference import Kernels
+from lowtide.kernels.tiled_head import Run
 from lowtide.memory.workspace import Buffers
 
 
@@ -226,6 +229,22 @@ class CompiledKernels(Kernels):
             self._few_rows.delta_steps(rows, weights, before, after, out, num_threads)
         else:
             super().delta_steps(rows, weights, before, after, out, workspace, num_threads)
+
+    def delta_chunk(
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        before: DeltaState,
+        after: DeltaState,
+        out: Tensor,
+        workspace: Buffers,
+        run: Run,
+        num_threads: int = 1,
+    ) -> None:
+        prepare = reference_delta.prepare
+        if is_on_host(rows.mixed):
+            prepare = partial(self._few_rows.delta_prepare, num_threads=num_threads)
+        reference_delta.advance(rows, weights, before, after, out, workspace, run, prepare)
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice

@@ -348,11 +348,12 @@ class Kernels:
         out: Tensor,
         workspace: Buffers,
         run: tiled_head.Run,
+        num_threads: int = 1,
     ) -> None:
         """Advance a state by several rows of a prompt together, and read it after each.
 
-        out [rows, value_heads, value_width]. run: runs works, possibly on several threads. Bits
-        depend on how rows are divided into chunks.
+        out [rows, value_heads, value_width]. run: runs works, possibly on several threads.
+        Bits depend on how rows are divided into chunks.
         """
         reference_delta.advance(rows, weights, before, after, out, workspace, run)
 

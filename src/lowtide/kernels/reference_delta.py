@@ -18,7 +18,7 @@ and a single row is a chunk of one.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ HEADS_TOGETHER = 8
 _NORM_EPS = 1e-6  # of queries and keys, in every published model
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """Operands of some value heads, in float32."""
 
     keys_queries: Tensor  # [heads, 2 * rows, key_width]: keys, then queries
@@ -49,8 +49,38 @@ class _Heads(NamedTuple):
     rest: Tensor  # [heads, rows], scratch
     read: Tensor  # [heads, 2 * rows, value_width], scratch
 
-    def part(self, heads: slice) -> _Heads:
-        return _Heads(*(tensor[heads] for tensor in self))
+    def part(self, heads: slice) -> Heads:
+        return Heads(*(tensor[heads] for tensor in self))
+
+
+class Prepare(Protocol):
+    """Fill `keys_queries`, `values`, `beta` and `log_decay`, and the tail behind the rows."""
+
+    def __call__(
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        before: Tensor,
+        after: Tensor,
+        heads: Heads,
+        workspace: Buffers,
+    ) -> None:
+        """before, after: tails [kernel - 1, channels], of these rows and of the next ones."""
+        ...
+
+
+def prepare(
+    rows: DeltaRows,
+    weights: DeltaWeights,
+    before: Tensor,
+    after: Tensor,
+    heads: Heads,
+    workspace: Buffers,
+) -> None:
+    """Do as `Prepare` says, in torch."""
+    with workspace.scope():
+        mixed = _convolved(rows.mixed, weights, before, after, workspace)
+        _fill_heads(heads, mixed, rows, weights, workspace)
 
 
 def advance(
@@ -61,12 +91,13 @@ def advance(
     out: Tensor,
     workspace: Buffers,
     run: Run | None = None,
+    prepare: Prepare = prepare,
 ) -> None:
     """Compute `Kernels.delta_chunk`, or without `run` one row of `Kernels.delta_steps`."""
     spec, num_rows = weights.spec, len(rows.mixed)
     with workspace.scope():
-        mixed = _convolved(rows.mixed, weights, before.tail, after.tail, workspace)
-        heads = _heads(mixed, rows, weights, workspace)
+        heads = _take_heads(spec, num_rows, workspace)
+        prepare(rows, weights, before.tail, after.tail, heads, workspace)
         parts = [slice(0, spec.value_heads)]
         if run is not None:
             parts = pieces(spec.value_heads, HEADS_TOGETHER)
@@ -115,7 +146,28 @@ def _convolved(
     return F.silu(out, inplace=True)
 
 
-def _heads(mixed: Tensor, rows: DeltaRows, weights: DeltaWeights, workspace: Buffers) -> _Heads:
+def _take_heads(spec: DeltaNetSpec, num_rows: int, workspace: Buffers) -> Heads:
+    num_heads = spec.value_heads
+
+    def take(name: str, *shape: int) -> Tensor:
+        return workspace.take(name, (num_heads, *shape), torch.float32)
+
+    return Heads(
+        take("delta keys", 2 * num_rows, spec.key_width),
+        take("delta values", num_rows, spec.value_width),
+        take("delta beta", num_rows),
+        take("delta decays", num_rows),
+        take("delta scores", 2 * num_rows, num_rows),
+        take("delta pairs", num_rows, num_rows),
+        take("delta growth", num_rows),
+        take("delta rest", num_rows),
+        take("delta read", 2 * num_rows, spec.value_width),
+    )
+
+
+def _fill_heads(
+    heads: Heads, mixed: Tensor, rows: DeltaRows, weights: DeltaWeights, workspace: Buffers
+) -> None:
     """Normalise queries and keys of mixed [rows, channels], and lay all out by value head."""
     spec, num_rows = weights.spec, len(mixed)
     num_heads, key_size = spec.value_heads, spec.key_size
@@ -123,46 +175,29 @@ def _heads(mixed: Tensor, rows: DeltaRows, weights: DeltaWeights, workspace: Buf
     def take(name: str, *shape: int) -> Tensor:
         return workspace.take(name, shape, torch.float32)
 
-    keys_queries = take("delta keys", num_heads, 2 * num_rows, spec.key_width)
-    values = take("delta values", num_heads, num_rows, spec.value_width)
-    by_key_head = _by_key_head(keys_queries, spec)
+    by_key_head = _by_key_head(heads.keys_queries, spec)
     query, key = (
         mixed[:, start : start + key_size].view(num_rows, spec.key_heads, spec.key_width)
         for start in (0, key_size)
     )
-    with workspace.scope():
-        for rows_of, x, scale in (
-            (slice(0, num_rows), key, 1.0),
-            (slice(num_rows, None), query, spec.key_width**-0.5),
-        ):
-            squares = take("delta squares", num_rows, spec.key_heads, spec.key_width)
-            sums = take("delta sums", num_rows, spec.key_heads, 1)
-            torch.mul(x, x, out=squares)
-            torch.sum(squares, -1, keepdim=True, out=sums)
-            x.mul_(sums.add_(_NORM_EPS).rsqrt_()).mul_(scale)
-            by_key_head[:, :, rows_of].copy_(x.transpose(0, 1)[:, None])
-            workspace.give_back(squares, sums)
+    for rows_of, x, scale in (
+        (slice(0, num_rows), key, 1.0),
+        (slice(num_rows, None), query, spec.key_width**-0.5),
+    ):
+        squares = take("delta squares", num_rows, spec.key_heads, spec.key_width)
+        sums = take("delta sums", num_rows, spec.key_heads, 1)
+        torch.mul(x, x, out=squares)
+        torch.sum(squares, -1, keepdim=True, out=sums)
+        x.mul_(sums.add_(_NORM_EPS).rsqrt_()).mul_(scale)
+        by_key_head[:, :, rows_of].copy_(x.transpose(0, 1)[:, None])
+        workspace.give_back(squares, sums)
     of_value = mixed[:, 2 * key_size :].view(num_rows, num_heads, spec.value_width)
-    values.copy_(of_value.transpose(0, 1))
-    beta, times, log_decay, growth, rest = (
-        take(f"delta {name}", num_heads, num_rows)
-        for name in ("beta", "times", "decays", "growth", "rest")
-    )
-    beta.copy_(rows.beta.t()).sigmoid_()
+    heads.values.copy_(of_value.transpose(0, 1))
+    heads.beta.copy_(rows.beta.t()).sigmoid_()
+    times = take("delta times", num_heads, num_rows)
     times.copy_(rows.time.t()).add_(weights.time_bias[:, None])
-    torch.logaddexp(times, log_decay.zero_(), out=times)  # softplus
-    torch.cumsum(times.mul_(weights.decay[:, None]), 1, out=log_decay)
-    return _Heads(
-        keys_queries,
-        values,
-        beta,
-        log_decay,
-        take("delta scores", num_heads, 2 * num_rows, num_rows),
-        take("delta pairs", num_heads, num_rows, num_rows),
-        growth,
-        rest,
-        take("delta read", num_heads, 2 * num_rows, spec.value_width),
-    )
+    torch.logaddexp(times, heads.log_decay.zero_(), out=times)  # softplus
+    torch.cumsum(times.mul_(weights.decay[:, None]), 1, out=heads.log_decay)
 
 
 def _by_key_head(x: Tensor, spec: DeltaNetSpec) -> Tensor:
@@ -173,7 +208,7 @@ def _by_key_head(x: Tensor, spec: DeltaNetSpec) -> Tensor:
     return x.view(spec.key_heads, each, *x.shape[1:])
 
 
-def _advance_heads(heads: _Heads, before: Tensor, after: Tensor, out: Tensor) -> None:
+def _advance_heads(heads: Heads, before: Tensor, after: Tensor, out: Tensor) -> None:
     """Advance the states [heads, key_width, value_width]; out [heads, rows, value_width]."""
     keys_queries, values, beta, log_decay, scores, decay, growth, rest, read = heads
     num_rows = values.shape[1]

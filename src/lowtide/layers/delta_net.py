@@ -145,15 +145,16 @@ class DeltaNet:
     def _advance(self, segment: Segment, rows: DeltaRows, out: Tensor) -> None:
         """Advance a sequence's state by its rows; out [rows, value_heads, value_width]."""
         kernels, workspace = self._compute.kernels, self._compute.workspace
+        executor = self._compute.executor
         states = self._kv_cache.states(self._layer, segment.kv)
         before, after = DeltaState(*states.before), DeltaState(*states.after)
         for part in _kinds_of(segment) if out.is_meta else parts_of(segment):
             own = DeltaRows(*(tensor[part] for tensor in rows))
             operands = (own, self._weights, before, after, out[part], workspace)
             if segment.goes_by_rows or part.stop - part.start == 1:
-                kernels.delta_steps(*operands, self._compute.executor.num_cores)
+                kernels.delta_steps(*operands, executor.num_cores)
             else:
-                kernels.delta_chunk(*operands, self._compute.executor.run)
+                kernels.delta_chunk(*operands, executor.run, executor.num_cores)
             before = after
 
 

@@ -22,6 +22,8 @@ from lowtide.kernels.cpu.library import functions_of, struct
 from lowtide.kernels.cpu.variants import VARIANTS, num_variants
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 from lowtide.kernels.operands import DeltaRows, DeltaState, DeltaWeights, ExpertChoice
+from lowtide.kernels.reference_delta import Heads
+from lowtide.memory.workspace import Buffers
 
 MAX_HEAD_DIM = 1024
 """`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
@@ -47,6 +49,7 @@ _FUNCTIONS = {
     "silu_weigh": (None, _INT, _INT, _P, _LONG, _P, _LONG, _LONG, _LONG),
     "sigmoid_weigh": (None, _INT, _INT, _P, _LONG, _P, *5 * (_LONG,)),
     "delta_steps": (None, _INT, _INT, _P, _P),
+    "delta_prepare": (None, _INT, _INT, _P, _P, _P),
     "multiply_float32": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
     "choose_experts": (None, _INT, _P, _INT, *4 * (_P,), _LONG),
 }
@@ -287,26 +290,29 @@ class FewRows:
 
         Elements of rows are adjacent; weights and states are contiguous.
         """
-        mixed, beta, time = rows
-        of_rows = struct("DeltaRows")(
-            mixed=mixed.data_ptr(),
-            mixed_stride=mixed.stride(0),
-            beta=beta.data_ptr(),
-            beta_stride=beta.stride(0),
-            time=time.data_ptr(),
-            time_stride=time.stride(0),
-            tail_before=before.tail.data_ptr(),
-            tail_after=after.tail.data_ptr(),
-            before=before.matrices.data_ptr(),
-            after=after.matrices.data_ptr(),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            num_rows=len(mixed),
-        )
+        of_rows = _delta_rows(rows, before.tail, after.tail)
+        of_rows.before, of_rows.after = before.matrices.data_ptr(), after.matrices.data_ptr()
+        of_rows.out, of_rows.out_stride = out.data_ptr(), out.stride(0)
         of_weights = delta_weights_struct(weights)
         self._functions["delta_steps"](
             self.number, num_threads, ctypes.addressof(of_rows), ctypes.addressof(of_weights)
         )
+
+    def delta_prepare(
+        self,
+        rows: DeltaRows,
+        weights: DeltaWeights,
+        before: Tensor,
+        after: Tensor,
+        heads: Heads,
+        workspace: Buffers,
+        num_threads: int = 1,
+    ) -> None:
+        """Compute `reference_delta.Prepare` without scratch; what must be adjacent is as above."""
+        of_rows, of_weights = _delta_rows(rows, before, after), delta_weights_struct(weights)
+        chunk = struct("DeltaChunk")(*(each.data_ptr() for each in heads[:4]))
+        addresses = (ctypes.addressof(each) for each in (of_rows, of_weights, chunk))
+        self._functions["delta_prepare"](self.number, num_threads, *addresses)
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
@@ -334,6 +340,22 @@ class FewRows:
 def is_on_host(x: Tensor) -> bool:
     """Return True if x is bfloat16 in host memory."""
     return x.dtype is torch.bfloat16 and x.is_cpu
+
+
+def _delta_rows(rows: DeltaRows, tail_before: Tensor, tail_after: Tensor) -> ctypes.Structure:
+    """Convert rows and tails for C++, without matrices and what is read of them."""
+    mixed, beta, time = rows
+    return struct("DeltaRows")(
+        mixed=mixed.data_ptr(),
+        mixed_stride=mixed.stride(0),
+        beta=beta.data_ptr(),
+        beta_stride=beta.stride(0),
+        time=time.data_ptr(),
+        time_stride=time.stride(0),
+        tail_before=tail_before.data_ptr(),
+        tail_after=tail_after.data_ptr(),
+        num_rows=len(mixed),
+    )
 
 
 def delta_weights_struct(weights: DeltaWeights) -> ctypes.Structure:

@@ -41,6 +41,13 @@ struct DeltaRows {
     long out_stride, num_rows;
 };
 
+// What a chunk's products are made of, by value head: keys_queries [value_heads, 2 * num_rows,
+// key_width], keys first; values [value_heads, num_rows, value_width]; beta [value_heads, num_rows],
+// and log_decay, the sum up to a row.
+struct DeltaChunk {
+    float *keys_queries, *values, *beta, *log_decay;
+};
+
 // How experts are chosen by their logits, and weighted. Shared with Python.
 struct Choice {
     long num_experts, num_chosen, num_groups, num_groups_kept, num_group_best;
@@ -112,6 +119,11 @@ void lowtide_silu_times(int variant, int num_threads, bf16* gate, const bf16* up
 void lowtide_delta_steps(
     int variant, int num_threads, const lowtide::DeltaRows* rows,
     const lowtide::DeltaWeights* weights
+);
+
+void lowtide_delta_prepare(
+    int variant, int num_threads, const lowtide::DeltaRows* rows,
+    const lowtide::DeltaWeights* weights, const lowtide::DeltaChunk* chunk
 );
 
 void lowtide_silu_weigh(

@@ -38,6 +38,7 @@ struct Strength {
 struct Rows {
     std::vector<float> keys, queries;  // [rows, key_width]
     std::vector<float> values;  // [rows, value_width]
+    std::vector<float> taps;  // of a head's channels
     std::vector<Strength> strengths;  // [rows]
 
     void make_room(long num_rows, const DeltaSpec& spec) {
@@ -46,25 +47,28 @@ struct Rows {
         };
         reserve(keys, num_rows * spec.key_width), reserve(queries, num_rows * spec.key_width);
         reserve(values, num_rows * spec.value_width), reserve(strengths, num_rows);
+        reserve(taps, std::max(spec.key_width, spec.value_width));
     }
 };
 
-// silu of the causal convolution of `count` channels from `first` on, for all rows.
+// silu of the causal convolution of `count` channels from `first` on, for all rows. taps: scratch.
 INLINED void convolve(
-    const DeltaRows& r, const DeltaWeights& w, long first, long count, float* out
+    const DeltaRows& r, const DeltaWeights& w, long first, long count, float* taps, float* out
 ) {
     const long kernel = w.spec.kernel, channels = w.spec.channels(), num_old = kernel - 1;
-    for (long row = 0; row < r.num_rows; ++row, out += count) {
-        for (long i = 0; i < count; ++i) out[i] = 0;
-        for (long tap = 0; tap < kernel; ++tap) {
+    const long length = r.num_rows * count;
+    for (long i = 0; i < length; ++i) out[i] = 0;
+    for (long tap = 0; tap < kernel; ++tap) {
+        for (long i = 0; i < count; ++i) taps[i] = w.conv[(first + i) * kernel + tap];
+        for (long row = 0; row < r.num_rows; ++row) {
             const long from = row + tap - num_old;  // below 0: of the tail
             const bf16* const x = from < 0 ? r.tail_before + (num_old + from) * channels
                                            : r.mixed + from * r.mixed_stride;
-            const float* const taps = w.conv + first * kernel + tap;
-            for (long i = 0; i < count; ++i) out[i] += widen(x[first + i]) * taps[i * kernel];
+            float* const sums = out + row * count;
+            for (long i = 0; i < count; ++i) sums[i] += widen(x[first + i]) * taps[i];
         }
-        for (long i = 0; i < count; ++i) out[i] = out[i] / (1.0f + exponential(-out[i]));
     }
+    for (long i = 0; i < length; ++i) out[i] = out[i] / (1.0f + exponential(-out[i]));
 }
 
 // What the next rows' convolution sees of `count` channels; the tails may be the same memory.
@@ -154,30 +158,45 @@ float softplus(float x) {
     return static_cast<float>(std::max(wide, 0.0) + std::log1p(std::exp(-std::abs(wide))));
 }
 
+// What a row's matrix grows by, as a logarithm.
+float log_growth(const DeltaRows& r, const DeltaWeights& w, long head, long row) {
+    return w.decay[head] * softplus(widen(r.time[row * r.time_stride + head]) + w.time_bias[head]);
+}
+
+float beta_of(const DeltaRows& r, long head, long row) {
+    return 1.0f / (1.0f + exponential_of(-widen(r.beta[row * r.beta_stride + head])));
+}
+
 void find_strengths(const DeltaRows& r, const DeltaWeights& w, long head, Rows& rows) {
     const long key_width = w.spec.key_width;
-    for (long row = 0; row < r.num_rows; ++row) {
-        const float beta = widen(r.beta[row * r.beta_stride + head]);
-        const float time = widen(r.time[row * r.time_stride + head]) + w.time_bias[head];
+    for (long row = 0; row < r.num_rows; ++row)
         rows.strengths[row] = {
-            exponential_of(w.decay[head] * softplus(time)), 1.0f / (1.0f + exponential_of(-beta)),
+            exponential_of(log_growth(r, w, head, row)), beta_of(r, head, row),
             dot(rows.keys.data() + row * key_width, rows.queries.data() + row * key_width,
                 key_width),
         };
-    }
 }
 
-// A key head with all value heads that use it.
-void advance_key_head(int variant, const DeltaRows& r, const DeltaWeights& w, long key_head) {
-    thread_local Rows own;
-    Rows& rows = own;
+// The value head of that number among those that use a key head.
+long value_head(const DeltaSpec& spec, long key_head, long number) {
+    if (spec.is_tiled) return number * spec.key_heads + key_head;
+    return key_head * (spec.value_heads / spec.key_heads) + number;
+}
+
+// The first channel of a value head.
+long first_value(const DeltaSpec& spec, long head) {
+    return 2 * spec.key_heads * spec.key_width + head * spec.value_width;
+}
+
+// Queries and keys of a key head, and the tails of their channels.
+void make_keys(int variant, const DeltaRows& r, const DeltaWeights& w, long key_head, Rows& rows) {
     const DeltaSpec& spec = w.spec;
     const long key_width = spec.key_width, key_size = spec.key_heads * key_width;
-    const long first = key_head * key_width, each = spec.value_heads / spec.key_heads;
+    const long first = key_head * key_width;
     rows.make_room(r.num_rows, spec);
     vectorised(variant, [&]() INLINED_LAMBDA {
-        convolve(r, w, first, key_width, rows.queries.data());
-        convolve(r, w, key_size + first, key_width, rows.keys.data());
+        convolve(r, w, first, key_width, rows.taps.data(), rows.queries.data());
+        convolve(r, w, key_size + first, key_width, rows.taps.data(), rows.keys.data());
         const float scale = 1.0f / std::sqrt(static_cast<float>(key_width));
         for (long row = 0; row < r.num_rows; ++row) {
             normalise(rows.queries.data() + row * key_width, key_width, scale);
@@ -186,15 +205,47 @@ void advance_key_head(int variant, const DeltaRows& r, const DeltaWeights& w, lo
     });
     keep_tail(r, w, first, key_width);
     keep_tail(r, w, key_size + first, key_width);
-    for (long i = 0; i < each; ++i) {
-        const long head = spec.is_tiled ? i * spec.key_heads + key_head : key_head * each + i;
-        const long of_value = 2 * key_size + head * spec.value_width;
+}
+
+// A key head with all value heads that use it.
+void advance_key_head(int variant, const DeltaRows& r, const DeltaWeights& w, long key_head) {
+    thread_local Rows rows;
+    const DeltaSpec& spec = w.spec;
+    make_keys(variant, r, w, key_head, rows);
+    for (long i = 0; i < spec.value_heads / spec.key_heads; ++i) {
+        const long head = value_head(spec, key_head, i), of_value = first_value(spec, head);
         find_strengths(r, w, head, rows);
+        Rows& own = rows;
         vectorised(variant, [&]() INLINED_LAMBDA {
-            convolve(r, w, of_value, spec.value_width, rows.values.data());
-            advance_head(r, spec, rows, head);
+            convolve(r, w, of_value, spec.value_width, own.taps.data(), own.values.data());
+            advance_head(r, spec, own, head);
         });
         keep_tail(r, w, of_value, spec.value_width);
+    }
+}
+
+// The same for products of all rows together.
+void prepare_key_head(int variant, const DeltaRows& r, const DeltaWeights& w, long key_head,
+                      const DeltaChunk& to) {
+    thread_local Rows rows;
+    const DeltaSpec& spec = w.spec;
+    const long num_rows = r.num_rows, size = num_rows * spec.key_width;
+    make_keys(variant, r, w, key_head, rows);
+    for (long i = 0; i < spec.value_heads / spec.key_heads; ++i) {
+        const long head = value_head(spec, key_head, i), of_value = first_value(spec, head);
+        std::copy_n(rows.keys.data(), size, to.keys_queries + 2 * head * size);
+        std::copy_n(rows.queries.data(), size, to.keys_queries + (2 * head + 1) * size);
+        float* const values = to.values + head * num_rows * spec.value_width;
+        float* const taps = rows.taps.data();
+        vectorised(variant, [&]() INLINED_LAMBDA {
+            convolve(r, w, of_value, spec.value_width, taps, values);
+        });
+        keep_tail(r, w, of_value, spec.value_width);
+        float sum = 0;
+        for (long row = 0; row < num_rows; ++row) {
+            to.beta[head * num_rows + row] = beta_of(r, head, row);
+            to.log_decay[head * num_rows + row] = sum += log_growth(r, w, head, row);
+        }
     }
 }
 
@@ -211,6 +262,20 @@ void lowtide_delta_steps(
     if (size * static_cast<long>(sizeof(float)) < WORTH_BYTES) num_threads = 1;
     together(num_threads, spec.key_heads, [=](long key_head) {
         advance_key_head(variant, *rows, *weights, key_head);
+    });
+}
+
+// What products advance a state by, of consecutive rows of one sequence; their tail goes on, the
+// matrices and `out` are not touched.
+void lowtide_delta_prepare(
+    int variant, int num_threads, const DeltaRows* rows, const DeltaWeights* weights,
+    const DeltaChunk* chunk
+) {
+    const DeltaSpec& spec = weights->spec;
+    const long size = rows->num_rows * spec.channels();
+    if (size * static_cast<long>(sizeof(float)) < WORTH_BYTES) num_threads = 1;
+    together(num_threads, spec.key_heads, [=](long key_head) {
+        prepare_key_head(variant, *rows, *weights, key_head, *chunk);
     });
 }
 

@@ -97,6 +97,8 @@ constexpr Field FIELDS[] = {
     FIELD(DeltaRows, tail_before), FIELD(DeltaRows, tail_after), FIELD(DeltaRows, before),
     FIELD(DeltaRows, after), FIELD(DeltaRows, out), FIELD(DeltaRows, out_stride),
     FIELD(DeltaRows, num_rows),
+    FIELD(DeltaChunk, keys_queries), FIELD(DeltaChunk, values), FIELD(DeltaChunk, beta),
+    FIELD(DeltaChunk, log_decay),
     FIELD(ShortConvolution, norm), FIELD(ShortConvolution, inward),
     FIELD(ShortConvolution, kernel), FIELD(ShortConvolution, bias),
     FIELD(ShortConvolution, num_taps), FIELD(ShortConvolution, outward),
