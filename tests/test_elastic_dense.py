@@ -64,7 +64,7 @@ def ask(num_tokens):
     return list(answer.token_ids)
 
 def held_between_requests():
-    return loop_of(llm).look(lambda engine: resident_bytes())
+    return llm._loop.look(lambda engine: resident_bytes())
 
 llm = LLM(folder, context=longest, cache="off", **options)
 started_bytes = held_between_requests()
