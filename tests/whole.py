@@ -33,7 +33,7 @@ from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan
 from lowtide.reading.file_reader import FileReader, Read, Ticket
 
-LIMIT_S = 60.0
+LIMIT_S = 180
 """Waiting longer than this means a hang; nothing that tests wait for takes more than moments."""
 
 Trajectories = dict[int, list[list[int]]]
