@@ -14,7 +14,15 @@ from hash_model import EOS as HASH_EOS
 from hash_model import HashModel, make_kv_cache
 from kind_decoders import causal_decoder
 from small_tokenizers import CODER, EOS, FORMATS, GPT_OSS, QWEN, CallFormat
-from test_serve_grammar import COLOUR, STOP, TOOLS, grammars_of, nested_schema, request_of
+from test_serve_grammar import (
+    COLOUR,
+    STOP,
+    TOOLS,
+    grammars_of,
+    nested_schema,
+    new_grammars,
+    request_of,
+)
 from whole import decoded
 
 from lowtide.decode.request import Finished, Request
@@ -255,4 +263,33 @@ def test_of_several_tools_that_cannot_be_compiled_a_strict_one_is_refused_by_nam
     unguided: list[str] = []
     tools[5] = replace(tools[5], strict=True)
     grammars_of(QWEN.tokenizer).applied(*asked, tools, on_unguided=unguided.append)
-    assert unguided[0].startswith("Not held to their schemas: 'tool_1', 'tool_4'. ")
+    first, second = unguided[0].removeprefix("Not held to their schemas: ").split(" Nor ")
+    for told, name in ((first, "tool_1"), (second, "tool_4")):
+        assert told.startswith(f"'{name}'. The schema of '{name}' has a chain of")
+
+
+def test_tools_that_there_was_no_time_to_try_are_told_so() -> None:
+    """The reason of another tool is not theirs."""
+    tools = [replace(COLOUR, strict=True), replace(COLOUR, name="mix"), STOP]
+    tools.append(Tool("odd", "", IMPOSSIBLE["chain"]))
+    unguided: list[str] = []
+    made = new_grammars(QWEN.tokenizer, blame_s=0).applied(
+        request_of(QWEN.tokenizer), None, tools, on_unguided=unguided.append
+    )
+    assert isinstance(made.mask, GrammarMask)
+    [told] = unguided
+    assert told == (
+        "Not held to their schemas: 'mix', 'stop', 'odd'. There was no time to try each tool by "
+        "itself."
+    )
+    for name, colour, is_right in (
+        ("paint", "red", True),
+        ("paint", "blue", False),
+        ("mix", "blue", True),
+    ):
+        made = new_grammars(QWEN.tokenizer, blame_s=0).applied(
+            request_of(QWEN.tokenizer), None, tools
+        )
+        assert isinstance(made.mask, GrammarMask)
+        text = SAID + QWEN.text((name, {"colour": colour, "n": 2}))
+        assert fits(made.mask, QWEN.tokenizer.encode(text)) == is_right

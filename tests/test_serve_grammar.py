@@ -88,11 +88,12 @@ def usual_grammars(tokenizer: Tokenizer | None) -> Grammars:
     return new_grammars(tokenizer)
 
 
-def new_grammars(tokenizer: Tokenizer | None, **config: Any) -> Grammars:
+def new_grammars(tokenizer: Tokenizer | None, blame_s: float = math.inf, **config: Any) -> Grammars:
+    """blame_s: without a limit, so that no test depends on how fast this machine is."""
     vocab_size = 400 if tokenizer is None else tokenizer.vocab_size + 3
     facts = {"eos_token_ids": (EOS,), "decoding": Causal(), "architecture": "Tiny"}
     model: Any = SimpleNamespace(**({"vocab_size": vocab_size} | facts | config))
-    return Grammars(model, tokenizer)
+    return Grammars(model, tokenizer, blame_s=blame_s)
 
 
 def request_of(tokenizer: Tokenizer, prompt: str = "", **params: Any) -> Request:

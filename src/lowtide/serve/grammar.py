@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -40,9 +40,6 @@ from lowtide.serve.grammar_text import (
 )
 from lowtide.serve.lark_text import check_length
 
-_BLAME_S = 1.0
-"""Time limit for finding out which of a request's tools is refused."""
-
 
 class Grammars:
     """Makes the token masks of one model's requests.
@@ -50,8 +47,11 @@ class Grammars:
     Owns the vocabulary in llguidance's form, which takes a second to build for a large model.
     """
 
-    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(
+        self, config: ModelConfig, tokenizer: Tokenizer | None, blame_s: float = 1.0
+    ) -> None:
+        """blame_s: time limit for finding out which of a request's tools are refused."""
+        self._config, self._tokenizer, self._blame_s = config, tokenizer, blame_s
         self._made_vocabulary: LLTokenizer | None = None
         self._making = threading.Lock()
         self._compiler = GrammarCompiler(self._vocabulary, self._vocabulary_facts)
@@ -118,11 +118,11 @@ class Grammars:
         if 0 < len(refused) < len(optional):
             with suppress(LowtideError, Refusal):
                 masked = self._masked(request, tokenizer, _eased(wanted, refused), is_gone)
-                on_unguided(_told(refused, "; ".join(dict.fromkeys(refused.values()))))
+                on_unguided(_told(refused))
                 return masked
         names = [tool.name for tool in optional]
         masked = self._masked(request, tokenizer, _eased(wanted, names), is_gone)
-        on_unguided(_told(names, reason))
+        on_unguided(_told({name: refused.get(name, reason) for name in names}))
         return masked
 
     def _refused(
@@ -132,11 +132,12 @@ class Grammars:
 
         If the time is over, all tools that were not tried yet are among them.
         """
-        end_s, found, parts = time.monotonic() + _BLAME_S, dict[str, str](), [wanted.tools]
+        end_s = time.monotonic() + self._blame_s
+        found, parts = dict[str, str](), [wanted.tools]
         while parts:
             part = parts.pop()
-            is_late = time.monotonic() > end_s
-            reason = "There was no time to try them"
+            is_late = time.monotonic() >= end_s
+            reason = "There was no time to try each tool by itself."
             if not is_late:
                 try:
                     _check_depths(part)
@@ -218,7 +219,7 @@ class Grammars:
         self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
     ) -> str:
         """Return the name of a tool that is refused on its own, found by bisection, or ""."""
-        end_s = time.monotonic() + _BLAME_S
+        end_s = time.monotonic() + self._blame_s
 
         def is_refused(tools: Sequence[Tool]) -> bool:
             only = AnswerForm(None, tools, wanted.must_call, wanted.is_single)
@@ -230,7 +231,7 @@ class Grammars:
 
         found = [wanted.tools] if wanted.tools and is_refused(wanted.tools) else []
         while found and len(found[0]) > 1:
-            if time.monotonic() > end_s:
+            if time.monotonic() >= end_s:
                 return ""
             half = len(found[0]) // 2
             found = [part for part in (found[0][:half], found[0][half:]) if is_refused(part)]
@@ -306,8 +307,13 @@ def _eased(wanted: AnswerForm, names: Collection[str]) -> AnswerForm:
     return wanted._replace(tools=tools)
 
 
-def _told(names: Iterable[str], reason: str) -> str:
-    return f"Not held to their schemas: {', '.join(f'{name!r:.80}' for name in names)}. {reason}"
+def _told(reasons: Mapping[str, str]) -> str:
+    """Say which tools are not held to their schemas, by name, each group with its reason."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault(reason, []).append(f"{name!r:.80}")
+    each = (f"{', '.join(names)}. {reason}" for reason, names in groups.items())
+    return f"Not held to their schemas: {' Nor '.join(each)}"
 
 
 def _check_depths(tools: Iterable[Tool]) -> None:
