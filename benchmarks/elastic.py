@@ -3,7 +3,7 @@
 Chats that allow for long answers and end early, many at once, and one sequence of the greatest
 length; or documents, which all come at once and use all that they ask for, so that there is nothing
 to lend. Elastic: KV cache and expert slots share the budget. Constant: up to five contexts, first
-what the longest request needs (the same plan with elastic off) and what all that ask at once need
+what the longest request needs (its plan, whose division stays) and what all that ask at once need
 (what foresight would choose), then all that the budget holds and those between; requests that find
 no room wait. Each side has a process of its own and runs the whole trace, by turns; the ceiling is
 the disk's. The ratio is of tokens/s over the best constant division.
@@ -95,9 +95,9 @@ def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryL
     # As many rows as a pass has there is workspace for: a bidirectional one's are all sequences'.
     at_once = max(longest, most_at_once(trace))
     elastic_context = at_once if family == BIDIRECTIONAL else longest
-    sides = {"elastic": {**common, "context": elastic_context, "elastic": True}}
+    sides = {"elastic": {**common, "context": elastic_context, "moves": True}}
     for context in contexts:
-        sides[f"constant, {context} tokens"] = {**common, "context": context, "elastic": False}
+        sides[f"constant, {context} tokens"] = {**common, "context": context, "moves": False}
     runs: Runs = {name: [] for name in sides}
     for _ in range(options.repeats):
         for name, side in sides.items():

@@ -414,7 +414,7 @@ def test_a_plan_refuses_a_calibration_as_loading_does(model, tmp_path) -> None:
         ("config_overrides", 3),
         ("calibration", 3),
         ("dtype", ["float32"]),
-        ("elastic", "yes"),
+        ("check_weights", "yes"),
         ("offline", "no"),
         ("progress", 5),
     ],

@@ -80,16 +80,16 @@ def _flip(path: Path, offset: int) -> None:
     ("family", "budget"),
     [
         *((family, "all") for family in (*FAMILIES, DENSE)),
-        *((family, "elastic") for family in ("gpt_oss", "llada2")),
+        *((family, "little") for family in ("gpt_oss", "llada2")),
     ],
 )
 def test_a_restart_goes_on_with_the_bits_of_memory(
     models: dict[str, Path], family: str, budget: str, tmp_path: Path
 ) -> None:
     options = {**OPTIONS, "context": 256 if family == DENSE else 512}
-    if budget == "elastic":
+    if budget == "little":
         plan = plan_model(models[family], **options)
-        options |= {"host_memory": plan.minimum_bytes + 4 * plan.host.slot_bytes, "elastic": True}
+        options |= {"host_memory": plan.minimum_bytes + 4 * plan.host.slot_bytes}
     with LLM(models[family], **options) as llm:
         text = talk(llm, family, PROMPT, 0)
         first = kept_bits(llm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def test_float32_ids_are_those_of_a_cold_run_but_for_ties(
     ("family", "budget"),
     [
         *((family, "all") for family in FAMILIES),
-        *product(("gpt_oss", "llada2"), ("little", "elastic")),
+        *((family, "little") for family in ("gpt_oss", "llada2")),
     ],
 )
 def test_exactly_gives_the_ids_of_a_cold_run_in_bfloat16(
@@ -84,7 +83,6 @@ def test_exactly_gives_the_ids_of_a_cold_run_in_bfloat16(
     if budget != "all":
         plan = plan_model(models[family], **options)
         options["host_memory"] = plan.minimum_bytes + 4 * plan.host.slot_bytes
-        options["elastic"] = budget == "elastic"
     length = 700 if family == "llada2" else 1100  # its tiny model has 1,024 positions
     long = [(13 * i + i // 9) % 90 for i in range(length)]
     with LLM(models[family], cache="exact", **options) as llm:
@@ -105,7 +103,7 @@ def test_exactly_gives_the_ids_of_a_cold_run_in_bfloat16(
 def test_several_at_once_and_n_answers_stay_within_the_plan(
     models: dict[str, Path], is_measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elastic, in a budget that few experts fit in.
+    """In a budget that few experts fit in.
 
     Before anything was measured kept keys take no planned slot; after that they may, where they
     save more, and never the last ones.
@@ -117,19 +115,19 @@ def test_several_at_once_and_n_answers_stay_within_the_plan(
     prompts = [[(7 * i + n) % 90 for i in range(200)] for n in range(6)]
     with LLM(models["qwen3_moe"], cache="off", **options) as cold:
         expected = [c.token_ids for c in cold.generate(prompts, params("qwen3_moe"))]
-    with LLM(models["qwen3_moe"], host_memory=budget, elastic=True, **options) as llm:
+    with LLM(models["qwen3_moe"], host_memory=budget, **options) as llm:
         for _ in range(3):
             found = [c.token_ids for c in llm.generate(prompts, params("qwen3_moe"))]
             assert found == expected
-            check_elastic(llm, 6 * 212 if is_measured else 512)
+            check_kept(llm, 6 * 212 if is_measured else 512)
         many = llm.generate([prompts[0]], params("qwen3_moe", n=3, temperature=0.8))
         assert len(many) == 3
-        check_elastic(llm, 6 * 212 if is_measured else 512)
+        check_kept(llm, 6 * 212 if is_measured else 512)
         many = llm.generate([[*prompts[0], 1]], params("qwen3_moe"))
         assert many[0].usage.cached_tokens == 200
 
 
-def check_elastic(llm: LLM, most_tokens: int) -> None:
+def check_kept(llm: LLM, most_tokens: int) -> None:
     """No more is kept than that, all is within the budget, and no staging slot is gone."""
 
     def look(engine: Engine) -> tuple[int, int, int]:
@@ -149,7 +147,7 @@ def test_keys_that_nothing_goes_on_from_give_way_to_experts(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long conversation is forgotten while another runs, whose experts get its memory."""
-    options: dict[str, Any] = {"context": 512, "dtype": "float32", "elastic": True}
+    options: dict[str, Any] = {"context": 512, "dtype": "float32"}
     plan = plan_model(models["qwen3_moe"], context=512, dtype="float32")
     budget = plan.minimum_bytes + 6 * plan.host.slot_bytes
     long, short = [(7 * i) % 90 for i in range(400)], [5, 6, 7]
@@ -170,7 +168,7 @@ def test_keys_that_nothing_goes_on_from_give_way_to_experts(
 
 
 def test_experts_that_want_their_slots_back_get_them(models: dict[str, Path]) -> None:
-    options: dict[str, Any] = {"context": 512, "dtype": "float32", "elastic": True}
+    options: dict[str, Any] = {"context": 512, "dtype": "float32"}
     plan = plan_model(models["qwen3_moe"], context=512, dtype="float32")
     budget = plan.minimum_bytes + 6 * plan.host.slot_bytes
     with LLM(models["qwen3_moe"], host_memory=budget, **options) as llm:

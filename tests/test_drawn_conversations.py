@@ -97,15 +97,15 @@ class Kind(NamedTuple):
 
     family: str
     dtype: str
-    is_elastic: bool
+    is_tight: bool
     reuse: Reuse
     is_stored: bool
 
 
 KINDS = [
-    Kind(family, dtype, is_elastic, reuse, is_stored)
+    Kind(family, dtype, is_tight, reuse, is_stored)
     for dtype, names in (("bfloat16", FAMILIES), ("float32", CACHE_KINDS))
-    for is_elastic, reuse, is_stored, family in product(
+    for is_tight, reuse, is_stored, family in product(
         (False, True), (Reuse.ON, Reuse.EXACT), (False, True), names
     )
 ]
@@ -126,9 +126,9 @@ class Subjects:
             self._found[kind[:3]] = make(*kind[:3])
         return self._found[kind[:3]]
 
-    def _hashes(self, family: str, dtype: str, is_elastic: bool) -> Subject:
+    def _hashes(self, family: str, dtype: str, is_tight: bool) -> Subject:
         kv_cache, twin_cache = make_kv_cache(CONTEXT), make_kv_cache(TWIN_TOKENS)
-        if is_elastic:
+        if is_tight:
             layout = KVLayout(StorageShape(2, 2, 1, 8 * CONTEXT, 1), torch.int64)
             pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), [layout])
             self._stack.callback(pages.close)
@@ -136,9 +136,9 @@ class Subjects:
         model, twin = HashModel(kv_cache, MAX_ROWS), HashModel(twin_cache, MAX_ROWS)
         return Subject(model, kv_cache, twin, twin_cache)
 
-    def _whole(self, family: str, dtype: str, is_elastic: bool) -> Subject:
+    def _whole(self, family: str, dtype: str, is_tight: bool) -> Subject:
         """The twin is of the engine that has all experts in memory."""
-        plain, engine = self._engine(family, dtype, False), self._engine(family, dtype, is_elastic)
+        plain, engine = self._engine(family, dtype, False), self._engine(family, dtype, is_tight)
         model, context, own = plain.model, plain.planner.memory.context, plain.kv_cache.dtype
         shape, states = context.kv_shape.at(TWIN_TOKENS), None
         storage = [torch.zeros(group, dtype=own) for group in shape.groups]
@@ -151,14 +151,14 @@ class Subjects:
 
     def _engine(self, *key: Any) -> Engine:
         if key not in self._engines:
-            family, dtype, is_elastic = key
-            # An elastic plan's context is that of one sequence.
-            options: dict[str, Any] = {"dtype": dtype, "context": CONTEXT >> is_elastic}
+            family, dtype, is_tight = key
+            # The context is that of one sequence where experts give way.
+            options: dict[str, Any] = {"dtype": dtype, "context": CONTEXT >> is_tight}
             folder = self._checkpoint(family)
-            if is_elastic and family != DENSE:
+            if is_tight and family != DENSE:
                 plan = plan_model(folder, **options)
                 options["host_memory"] = plan.minimum_bytes + 6 * plan.host.slot_bytes
-            llm = self._stack.enter_context(LLM(folder, elastic=is_elastic, **options))
+            llm = self._stack.enter_context(LLM(folder, **options))
             self._engines[key] = engine_of(llm)
         return self._engines[key]
 

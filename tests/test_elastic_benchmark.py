@@ -40,7 +40,7 @@ def test_moving_or_not_a_trace_runs_to_its_end_within_the_plan(tmp_path: Path) -
         "trace": trace,
         "read_GBps": 1e6,  # reads take no time: what is left is the processor's
     }
-    lent, kept = (elastic_trace.run_trace({**common, "elastic": each}) for each in (True, False))
+    lent, kept = (elastic_trace.run_trace({**common, "moves": each}) for each in (True, False))
     assert lent["num_tokens"] == kept["num_tokens"] >= sum(each.num_new for each in trace)
     assert lent["max_running"] > kept["max_running"] >= 4 and lent["num_passes"] > 0
     assert lent["num_slots_lent"] > 0 and lent["elastic_tokens"] > longest

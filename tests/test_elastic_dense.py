@@ -15,6 +15,7 @@ from test_elastic_arena import physical_bytes
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.families import SynthSize, families
 from lowtide.llm import plan_model
+from lowtide.memory.host_pages import HostPages
 from lowtide.model_writing.synth import synth, write_checkpoint
 
 SLACK_BYTES = 32 << 20
@@ -94,8 +95,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(WIDE, tmp_path_factory.mktemp("wide") / "model")
 
 
-def measure(model: Path, num_lengths: int, num_passes: int, elastic: bool) -> dict[str, Any]:
-    arguments = [str(model), LONGEST, num_lengths, num_passes, {"elastic": elastic}]
+def measure(model: Path, num_lengths: int, num_passes: int) -> dict[str, Any]:
+    arguments = [str(model), LONGEST, num_lengths, num_passes, {}]
     command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -105,7 +106,7 @@ def measure(model: Path, num_lengths: int, num_passes: int, elastic: bool) -> di
 
 def test_every_pass_holds_what_its_plan_says(wide: Path) -> None:
     """Of lengths at random; after the longest request's end a short one holds its own memory."""
-    found = measure(wide, 20, 100, elastic=True)
+    found = measure(wide, 20, 100)
     rested_bytes, passes = found["rested_bytes"], found["passes"]
     assert len(passes) == 102
     for one in passes:
@@ -115,15 +116,6 @@ def test_every_pass_holds_what_its_plan_says(wide: Path) -> None:
     *_, longest, short = passes
     assert longest["arena_bytes"] - short["arena_bytes"] > 2 * SLACK_BYTES
     assert found["at_last_bytes"] <= rested_bytes + SLACK_BYTES
-
-
-def test_without_elastic_the_longest_pass_stays_and_words_are_the_same(wide: Path) -> None:
-    found = {elastic: measure(wide, 0, 0, elastic) for elastic in (False, True)}
-    assert found[False]["ids"] == found[True]["ids"]
-    longest_bytes = found[False]["passes"][0]["arena_bytes"]
-    # The first load's own passes have used the arena before it is started.
-    kept = found[False]["at_last_bytes"] - found[True]["at_last_bytes"]
-    assert kept >= longest_bytes - SLACK_BYTES
 
 
 @pytest.mark.parametrize("kv_cache", [True, "prefix", "dual"])
@@ -136,11 +128,12 @@ def test_words_are_the_same_and_no_page_is_held_between_requests(
     prompts = [list(range(1, num_tokens)) for num_tokens in (300, 20)]
     diffusion = DiffusionParams(steps=4, block_length=16)
     params = SamplingParams(max_tokens=32, ignore_eos=True, seed=0, diffusion=diffusion)
-    with LLM(model, **options) as llm:
+    with pytest.MonkeyPatch.context() as patch, LLM(model, **options) as llm:
+        patch.setattr(HostPages, "release", lambda pages, start, stop: None)
         expected = [llm.generate([each * 3], params)[0].token_ids for each in prompts]
         logits = llm.logits(prompts[0] * 2)
-    with LLM(model, elastic=True, **options) as llm:
-        assert "goes back to the system" in llm.plan.reason and not llm.plan.elastic_tokens
+    with LLM(model, **options) as llm:
+        assert not llm.plan.elastic_tokens
         found = [llm.generate([each * 3], params)[0].token_ids for each in prompts]
         assert found == expected and llm.logits(prompts[0] * 2).equal(logits)
         engine = loop_of(llm).look(lambda engine: engine)
@@ -148,10 +141,8 @@ def test_words_are_the_same_and_no_page_is_held_between_requests(
         assert kv_cache is True or engine.kv_cache._pages.committed_bytes == 0
 
 
-def test_a_budget_holds_what_it_did(wide: Path) -> None:
-    """A plan ignores memory that is given back: the least budget is the same."""
-    least, elastic = (plan_model(wide, context=1024, elastic=each) for each in (False, True))
-    assert least.minimum_bytes == elastic.minimum_bytes
-    with LLM(wide, context=1024, elastic=True, host_memory=elastic.minimum_bytes) as llm:
+def test_the_least_budget_holds_a_whole_context(wide: Path) -> None:
+    least_bytes = plan_model(wide, context=1024).minimum_bytes
+    with LLM(wide, context=1024, host_memory=least_bytes) as llm:
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         assert len(llm.generate([list(range(300)) * 3], params)[0].token_ids) == 8

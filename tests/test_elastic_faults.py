@@ -64,9 +64,7 @@ def system(monkeypatch: pytest.MonkeyPatch) -> System:
 @pytest.fixture
 def llm(model: Path) -> Iterator[LLM]:
     host_memory = budget(plan_model(model, context=CONTEXT), 12)
-    with LLM(
-        model, policy="lru", elastic=True, cache="off", context=CONTEXT, host_memory=host_memory
-    ) as llm:
+    with LLM(model, policy="lru", cache="off", context=CONTEXT, host_memory=host_memory) as llm:
         yield llm
 
 
@@ -134,7 +132,7 @@ def test_a_refused_request_fails_alone_and_the_next_are_answered(
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
     with (
         pytest.MonkeyPatch.context() as patch,
-        LLM(model, policy="lru", elastic=True, cache="off", **options) as llm,
+        LLM(model, policy="lru", cache="off", **options) as llm,
     ):
         system = System(patch)
         for num_passed, num_refused, asked, leaves in faults:
@@ -207,17 +205,17 @@ def test_ggufs_packed_experts_move(
 
 
 def check_moving(load: Callable[..., LLM], path: Path, options: dict[str, Any]) -> None:
-    """The same words and logits with memory that moved, beside a cache for good."""
+    """The same words and logits with memory that moved as with everything resident."""
     plan = plan_model(path, **options)
     name = "host_memory" if plan.gpu is None else "gpu_memory"
     memory = plan.minimum_bytes + 10 * plan.fast_tier.slot_bytes
     found = []
-    for elastic in (False, True):
-        with load(policy="lru", elastic=elastic, cache="off", **{name: memory}) as llm:
+    for limit in ({}, {name: memory}):
+        with load(policy="lru", cache="off", **limit) as llm:
             words = [answers(llm), [answers(llm, [prompt])[0] for prompt in PROMPTS]]
             found.append((words, llm.logits(PROMPTS[3]).numpy().tobytes()))
             stats = llm.stats()
-            if elastic:
+            if limit:
                 check_returned(llm)
     assert found[0] == found[1]
     assert stats["num_slots_lent"] > 0 and stats["num_slots_given"] > 0
@@ -241,7 +239,7 @@ def test_passes_that_are_cancelled_or_refused_leave_the_others_their_words(
 
     with LLM(folder, **options) as llm:  # bfloat16's roundings may differ in a batch
         alone, together = [words(llm, [prompt]) for prompt in prompts], words(llm, prompts)
-    with LLM(folder, policy="lru", elastic=True, cache="off", host_memory=memory, **options) as llm:
+    with LLM(folder, policy="lru", cache="off", host_memory=memory, **options) as llm:
         system, num_refused = System(monkeypatch), 0
         room = elastic_of(llm)._shared.room
         for num_passed in (0, 4):

@@ -21,7 +21,7 @@ from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Event
 from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.engine import Engine
-from lowtide.errors import PageError, PlanError, UnsupportedError
+from lowtide.errors import PageError, PlanError
 from lowtide.llm import plan_model
 from lowtide.plan import MemoryPlan
 from lowtide.policies.catalogue import CATALOGUE
@@ -112,18 +112,13 @@ def test_slots_make_room_for_more_sequences_than_were_planned(
         expected = answers(llm, prompts)
     options: dict[str, Any] = {"context": context, "policy": "lru", "cache": "off"}
     counts = num_running_at_most(monkeypatch)
-    most = []
-    for elastic in (False, True):
-        counts.clear()
-        host_memory = budget(plan_model(model, context=context), 20)
-        with LLM(model, elastic=elastic, host_memory=host_memory, **options) as llm:
-            assert answers(llm, prompts) == expected
-            most.append(max(counts))
-            plan = llm.plan
-            stats = llm.stats()
-            with pytest.raises(PlanError, match="the context is 512"):
-                answers(llm, [[1] * 501])
-    assert most[0] == 1 and plan.elastic_tokens // context <= most[1] < len(prompts)
+    host_memory = budget(plan_model(model, context=context), 20)
+    with LLM(model, host_memory=host_memory, **options) as llm:
+        assert answers(llm, prompts) == expected
+        plan, stats = llm.plan, llm.stats()
+        with pytest.raises(PlanError, match="the context is 512"):
+            answers(llm, [[1] * 501])
+    assert 1 < plan.elastic_tokens // context <= max(counts) < len(prompts)
     assert plan.elastic_tokens >= 3 * context
     token_bytes = plan.host.kv_cache_bytes // context
     slots_bytes = 20 * plan.host.slot_bytes
@@ -141,7 +136,7 @@ def test_memory_goes_to_a_system_that_runs_short_of_it_and_comes_back(
     free_bytes = 1 << 40
     monkeypatch.setattr("lowtide.engine.running.elastic.available_memory_bytes", lambda: free_bytes)
     monkeypatch.setattr("lowtide.engine.running.elastic._LOOK_S", 0.0)
-    with LLM(model, policy="lru", elastic=True, **options) as llm:
+    with LLM(model, policy="lru", **options) as llm:
         assert answers(llm) == words
         held = llm.stats()["num_slots"]
         free_bytes = 100 << 20
@@ -162,7 +157,7 @@ def test_a_devices_slots_make_room_for_its_cache(
     emulated: dict[str, Any] = {"device": "emulated", "policy": "lowtide", "context": 1024}
     plan = plan_model(model, **emulated)
     gpu_memory = plan.minimum_bytes + 20 * plan.gpu.slot_bytes
-    with LLM(model, elastic=True, cache="off", gpu_memory=gpu_memory, **emulated) as llm:
+    with LLM(model, cache="off", gpu_memory=gpu_memory, **emulated) as llm:
         assert llm.plan.elastic_tokens > 1024
         for _ in range(2):
             assert answers(llm) == words
@@ -177,15 +172,6 @@ def test_a_devices_slots_make_room_for_its_cache(
     )
 
 
-def test_where_memory_does_not_move_elastic_is_refused_by_name(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for device in ("auto", "cuda"):
-        with pytest.raises(UnsupportedError, match="elastic on a GPU"):
-            plan_model(model, elastic=True, cache="off", device=device)
-
-
 def test_under_every_preset_contexts_come_and_go(
     model: Path, watched: list[dict[str, int]]
 ) -> None:
@@ -196,7 +182,7 @@ def test_under_every_preset_contexts_come_and_go(
     with LLM(model, context=CONTEXT) as llm:
         expected = {tuple(prompt): answers(llm, [prompt])[0] for prompt in prompts}
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 8)}
-    with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
+    with LLM(model, policy="lru", cache="off", **options) as llm:
         for policy in sorted(CATALOGUE):
             if policy != "resident" and not substitutes(policy, {}):  # which change words
                 llm.adopt_policy(policy)
@@ -218,9 +204,7 @@ def test_beside_a_device_every_other_preset_keeps_the_words(
     plan = plan_model(model, **emulated)
     gpu_memory = plan.minimum_bytes + 20 * plan.gpu.slot_bytes
     others = sorted(CATALOGUE.keys() - {"resident", "lowtide"})
-    with LLM(
-        model, policy="lru", elastic=True, cache="off", gpu_memory=gpu_memory, **emulated
-    ) as llm:
+    with LLM(model, policy="lru", cache="off", gpu_memory=gpu_memory, **emulated) as llm:
         for policy in others:
             if not substitutes(policy, {}):  # which change words
                 llm.adopt_policy(policy)
@@ -237,7 +221,7 @@ def test_a_policy_that_begins_again_has_the_planned_slots(
 ) -> None:
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
-    with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
+    with LLM(model, policy="lru", cache="off", **options) as llm:
         elastic = elastic_of(llm)
         expected = answers(llm, PROMPTS[:1])
         elastic.give_way(1 << 40)
@@ -258,8 +242,10 @@ def test_at_the_least_budget_the_cache_lends_what_it_does_not_use(
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": plan.minimum_bytes}
     misses = []
-    for elastic in (False, True):
-        with LLM(model, policy="lru", elastic=elastic, **options) as llm:
+    for lends in (False, True):
+        with pytest.MonkeyPatch.context() as patch, LLM(model, policy="lru", **options) as llm:
+            if not lends:
+                patch.setattr(ElasticMemory, "settle", lambda memory: None)
             assert [answers(llm, [prompt])[0] for prompt in PROMPTS[:3]] == words[:3]
             misses.append(llm.stats()["num_misses"])
     assert misses[1] < misses[0] / 2
@@ -273,7 +259,7 @@ def test_logits_of_a_whole_context_find_their_memory(
     with LLM(model, context=CONTEXT) as llm:
         expected = llm.logits(tokens)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
-    with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
+    with LLM(model, policy="lru", cache="off", **options) as llm:
         answers(llm, PROMPTS[:1])
         assert elastic_of(llm).num_lent > 0
         assert bool((llm.logits(tokens) == expected).all())
@@ -285,7 +271,6 @@ def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
     llm = LLM(
         model,
         policy="lru",
-        elastic=True,
         cache="off",
         context=CONTEXT,
         host_memory=budget(plan, 12),
@@ -301,7 +286,7 @@ def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
 
 
 def test_where_everything_fits_nothing_is_lent(model: Path) -> None:
-    with LLM(model, context=CONTEXT, elastic=True, cache="off") as llm:
+    with LLM(model, context=CONTEXT, cache="off") as llm:
         assert loop_of(llm).look(lambda engine: engine.elastic) is None
 
 
@@ -311,7 +296,7 @@ def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(
     """The limit is reached from outside, while running."""
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 20)}
-    with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
+    with LLM(model, policy="lru", cache="off", **options) as llm:
         assert answers(llm, PROMPTS[:1]) == words[:1]
         elastic = elastic_of(llm)
         [(kv, _)], slots = elastic._shared.kv._arenas, elastic._shared.arena

@@ -84,11 +84,11 @@ def test_slots_have_what_passes_do_not_need(
     options: dict[str, Any] = {"context": CONTEXT, "kv_cache": kv_cache, "policy": "lowtide"}
     plan = plan_model(model, **options)
     host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
-    found = []
-    for elastic in (False, True):
-        with LLM(model, elastic=elastic, host_memory=host_memory, **options) as llm:
-            found.append(answers(llm))
-            stats, num_slots = llm.stats(), llm.plan.host.num_slots
+    with LLM(model, **options | {"policy": "resident"}) as llm:
+        found = [answers(llm)]
+    with LLM(model, host_memory=host_memory, **options) as llm:
+        found.append(answers(llm))
+        stats, num_slots = llm.stats(), llm.plan.host.num_slots
     if kv_cache is True:
         found.append(expected)
     for ids, logits in found[1:]:
@@ -112,7 +112,7 @@ def test_under_every_preset_passes_come_and_go(
     with LLM(model, context=CONTEXT) as llm:
         asked = [random_request(draw) for _ in range(8)]
         expected = [words(llm, [one]) for one in asked]
-    options: dict[str, Any] = {"context": CONTEXT, "elastic": True, "policy": "lru"}
+    options: dict[str, Any] = {"context": CONTEXT, "policy": "lru"}
     host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
     with LLM(model, host_memory=host_memory, **options) as llm:
         for policy in sorted(CATALOGUE):
@@ -149,7 +149,7 @@ def test_a_device_shares_its_own_memory(
     options: dict[str, Any] = {"context": CONTEXT, "device": "emulated", "policy": "lru"}
     plan = plan_model(model, **options)
     gpu_memory = plan.minimum_bytes + 8 * plan.gpu.slot_bytes
-    with LLM(model, elastic=True, gpu_memory=gpu_memory, **options) as llm:
+    with LLM(model, gpu_memory=gpu_memory, **options) as llm:
         ids, logits = answers(llm)
         assert ids == expected[0] and torch.equal(logits, expected[1])
         assert llm.stats()["num_slots_lent"] > 0
@@ -161,7 +161,7 @@ def test_a_pass_that_the_system_refuses_fails_alone_and_memory_returns(
 ) -> None:
     plan = plan_model(model, context=CONTEXT)
     host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
-    with LLM(model, policy="lru", elastic=True, context=CONTEXT, host_memory=host_memory) as llm:
+    with LLM(model, policy="lru", context=CONTEXT, host_memory=host_memory) as llm:
         shared = elastic_of(llm)._shared
         llm.logits(PROMPT[:20])
         limit_bytes = 0

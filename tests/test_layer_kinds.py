@@ -330,7 +330,7 @@ def test_layers_of_several_kinds_are_those_of_plain_torch(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_second_turn_and_elastic_memory_keep_every_shape(tmp_path: Path, dtype: str) -> None:
+def test_a_second_turn_in_little_memory_keeps_every_shape(tmp_path: Path, dtype: str) -> None:
     folder = synth("mixed", "tiny", tmp_path / "mixed")
     budget = plan_model(folder, context=1024, dtype=dtype).minimum_bytes
     check_second_turn(folder, tmp_path / "kept", dtype, budget)

@@ -122,12 +122,12 @@ def test_the_least_budget_and_a_lent_cache_write_the_same(mode) -> None:
     prompts = [list(range(1, n)) for n in (40, 90, 5, 60)]
     least_bytes = plan_model(folder, **options).minimum_bytes
     answers = []
-    for others in ({}, {"host_memory": least_bytes}, {"host_memory": least_bytes, "elastic": True}):
+    for others in ({}, {"host_memory": least_bytes}):
         with LLM(folder, **options, **others) as llm:
             completions = llm.generate(prompts, params)
             answers.append([completion.token_ids for completion in completions])
             assert is_all_free(engine_of(llm).kv_cache)
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("num_prompt", [40, 784, 1040])

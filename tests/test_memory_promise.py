@@ -79,6 +79,10 @@ with LLM(folder, **options) as llm:
     }))
 """
 
+LENDS_NOTHING = """
+from lowtide.engine.planning import plan as planning
+planning.elastic_tokens = lambda planner, plan: 0
+"""
 
 STEPS_CHILD = """
 import json, mmap, random, sys
@@ -110,7 +114,7 @@ def watch(self):
 
 Worker._step = watch
 draw = random.Random(0)
-llm = LLM(folder, elastic=True, **options)
+llm = LLM(folder, **options)
 for _ in range(5):
     lengths = [draw.choice([5, 90, 400, 900]) for _ in range(draw.choice([1, 2, 6]))]
     prompts = [[i * 31 % 8000 for i in range(n)] for n in lengths]
@@ -186,7 +190,8 @@ def test_memory_that_is_lent_is_within_the_budget(model: Path) -> None:
     works = [*GENERATE_MANY, *GENERATE_ONE]
     options: dict[str, Any] = {"context": LONG_CONTEXT, "host_memory": plan.minimum_bytes}
     kept, lent = (
-        measure(model, works, policy="lru", elastic=elastic, **options) for elastic in (False, True)
+        run_child(code, str(model), works, {"policy": "lru", **options})
+        for code in (LENDS_NOTHING + CHILD, CHILD)
     )
     check_promise(lent)
     assert lent["num_misses"] < kept["num_misses"]

@@ -77,8 +77,8 @@ def test_the_model_s_positions_bound_it_too(folder: Path) -> None:
         assert lengths(llm, [[5] * 60]) == [4]
 
 
-def test_elastic_memory_gives_what_the_default_needs(folder: Path) -> None:
-    with LLM(folder, context=CONTEXT, elastic=True) as llm:
+def test_each_of_two_requests_has_what_the_default_needs(folder: Path) -> None:
+    with LLM(folder, context=CONTEXT) as llm:
         assert lengths(llm, [[5], [6, 7]]) == [CONTEXT - 1, CONTEXT - 2]
 
 

@@ -85,7 +85,7 @@ def test_answers_do_not_depend_on_company_or_budget(family: str, tmp_path: Path)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_second_turn_is_that_of_a_model_that_keeps_nothing(tmp_path: Path, dtype: str) -> None:
-    """Resumed at a copy of the states, in elastic memory and from disk, too."""
+    """Resumed at a copy of the states, in memory and from disk."""
     folder = synth("qwen3_5_moe", "tiny", tmp_path / "model")
     budget = plan_model(folder, context=1024, dtype=dtype).full_bytes
     check_second_turn(folder, tmp_path / "kept", dtype, budget)

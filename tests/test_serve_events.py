@@ -179,7 +179,7 @@ def test_a_server_that_ends_says_so_and_waits_for_no_listener() -> None:
 
 
 def test_memory_that_moves_is_told(tmp_path) -> None:
-    llm = AsyncLLM("demo:autoregressive", context=1024, host_memory="7MiB", elastic=True)
+    llm = AsyncLLM("demo:autoregressive", context=1024, host_memory="7MiB")
     with serving(llm) as running, listening(running) as heard, running.client() as client:
         heard.next()
         first = heard.state()["memory"]["host"]

@@ -230,7 +230,7 @@ def test_logits_and_answers_are_those_of_plain_torch(folder: Path) -> None:
         assert is_choice(oracle, prompt, answer)
 
 
-@pytest.mark.parametrize("options", [{}, {"elastic": True}, {"cache": "exact"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"cache": "exact"}], ids=str)
 def test_turns_go_on_in_memory_and_from_disk(
     folder: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -277,7 +277,7 @@ def check_idle(llm: LLM) -> None:
 def check_second_turn(folder: Path, kept: Path, dtype: str, budget_bytes: int) -> None:
     """Assert that a second turn is that of a model that keeps nothing.
 
-    Its keys and states are kept in memory, in elastic memory, or in the folder `kept`.
+    Its keys and states are kept in memory or in the folder `kept`.
     """
     prompt, params = list(range(1, 200)), SamplingParams(max_tokens=8, ignore_eos=True)
     with LLM(folder, context=1024, dtype=dtype, cache="off") as llm:
@@ -286,7 +286,7 @@ def check_second_turn(folder: Path, kept: Path, dtype: str, budget_bytes: int) -
         second = llm.generate([again], params)[0].token_ids
     on_disk = {"cache_dir": str(kept)}
     given: dict[str, Any] = {"dtype": dtype, "cache": "exact", "host_memory": budget_bytes}
-    for options in ({}, {"elastic": True}, on_disk, on_disk):
+    for options in ({}, on_disk, on_disk):
         with LLM(folder, context=1024, **given, **options) as llm:
             assert llm.generate([prompt], params)[0].token_ids == first
             assert llm.generate([again], params)[0].token_ids == second

@@ -133,7 +133,7 @@ def _drawn(rng: random.Random, model: Path) -> Run:
     }
     if has_experts:
         options["policy"] = rng.choice(("resident", *lossless_presets()))
-        options |= rng.choice(({}, {}, {"elastic": True}, {"device": "emulated"}))
+        options |= rng.choice(({}, {}, {}, {"device": "emulated"}))
     if options["device"] == "emulated":
         options["device_options"] = _EMULATED
     if options["format"] or not is_folder:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from lowtide.decode.intake import Intake
 from lowtide.decode.kinds import make_kind
 from lowtide.decode.request import Committed, Finished, Request
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
+from lowtide.engine.planning import plan as planning
 from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
 from lowtide.params import SamplingParams
@@ -92,17 +94,19 @@ def most_at_once(trace: Sequence[Arrival]) -> int:
 def run_trace(settings: Mapping[str, Any]) -> dict[str, Any]:
     """One side: an engine of its own, the whole trace, and what became of it.
 
-    A task of `common.worker`. settings: model, budget_bytes, context, elastic, policy, trace, and
-    read_GBps, the disk's ceiling.
+    A task of `common.worker`. settings: model, budget_bytes, context, moves, policy, trace, and
+    read_GBps, the disk's ceiling. Without `moves` the planned division stays.
     """
     options = EngineConfig(
         host_memory=settings["budget_bytes"],
         context=settings["context"],
-        elastic=settings["elastic"],
         policy=settings["policy"],
     )
     drop_pages([Path(settings["model"])])
-    with loaded_engine(settings["model"], options) as engine:
+    with ExitStack() as stack:
+        if not settings["moves"]:
+            stack.enter_context(patch.object(planning, "elastic_tokens", lambda planner, made: 0))
+        engine = stack.enter_context(loaded_engine(settings["model"], options))
         run = _Run(engine, [Arrival(*each) for each in settings["trace"]])
         with engine.executor.in_charge():
             run.to_the_end()

@@ -186,7 +186,7 @@ class AsyncLLM(LoadedModel):
         return self._loop.watched()
 
     async def release_memory(self) -> None:
-        """Return memory to a system that runs short of it, if the plan is elastic.
+        """Return memory to a system that runs short of it.
 
         Passes do this themselves; this method is for the time between requests.
         """

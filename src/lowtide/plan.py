@@ -214,7 +214,7 @@ class MemoryPlan:
     """
 
     host: TierPlan
-    context: int  # tokens that there is room for, over all running sequences
+    context: int  # the most tokens of one sequence
     max_rows: int  # token rows of the largest forward pass
     minimum_bytes: int
     full_bytes: int
@@ -227,8 +227,8 @@ class MemoryPlan:
     gpu: TierPlan | None = None
     host_residents_per_layer: tuple[int, ...] = ()  # with a GPU: who is in host memory
     elastic_tokens: int = 0
-    """If KV cache and expert slots share memory: the most tokens of all running sequences, each at
-    most `context`, as slots give way."""
+    """The most tokens of all running sequences, each at most `context`, as expert slots give way to
+    them; 0 where none does: running sequences have `context` together."""
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `CacheMode`
     cache: str = Reuse.ON.value  # what a request takes over of those before it, see `Reuse`
     prediction: Prediction | None = None  # None: beside a paced device, whose speed is given
@@ -328,11 +328,8 @@ def plan_facts(plan: MemoryPlan) -> str:
     if plan.texts_bytes:
         sizes.append(f"the longest texts at most {format_size(plan.texts_bytes)} as they are read")
     context = f"context {plan.context} tokens"
-    if plan.elastic_tokens:
-        context += (
-            f" · elastic: {plan.elastic_tokens} tokens over all sequences while slots give way, "
-            f"{plan.num_staging} at least"
-        )
+    if plan.elastic_tokens > plan.context:
+        context += f" a sequence, {plan.elastic_tokens} in all as experts give way"
     lines = [f"device {plan.device} · {placed} · {context}", " · ".join(sizes)]
     if plan.kv_cache != CacheMode.EXACT.value:
         lines.append(

@@ -38,7 +38,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from generate' -l kv-cache -d 'KV
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from generate' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -99,7 +98,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from chat' -l kv-cache -d 'KV cac
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from chat' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -150,7 +148,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from plan' -l kv-cache -d 'KV cac
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from plan' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -181,7 +178,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l kv-cache -d 'KV c
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -223,7 +219,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from serve' -l kv-cache -d 'KV ca
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from serve' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -261,7 +256,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from batch' -l kv-cache -d 'KV ca
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from batch' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -293,7 +287,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from bench' -l kv-cache -d 'KV ca
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from bench' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -345,7 +338,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from verify' -l kv-cache -d 'KV c
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from verify' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -385,7 +377,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l kv-cache -d 'K
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r
@@ -427,7 +418,6 @@ complete -c lowtide -n '__fish_seen_subcommand_from quality' -l kv-cache -d 'KV 
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l cache -d 'Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens cannot change), off. Default: on.' -x -a 'on exact off'
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l cache-dir -d 'Private folder that keeps conversations\' KV caches for later runs, unencrypted (not on a GPU).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l cache-disk -d 'Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first. Default: 8GiB.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from quality' -l elastic -l no-elastic -d 'Use memory that the context does not need yet for experts, or return it to the system if all experts fit (not on a GPU).'
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l cores -d 'Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such as 0,2-3; the process keeps to them until it ends.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l check-weights -l no-check-weights -d 'Read all weights first and refuse infinities and NaN.'
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l calibration -d 'File from lowtide calibrate, if not in its default place.' -r

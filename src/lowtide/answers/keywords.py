@@ -74,10 +74,6 @@ class ModelKeywords(TypedDict, total=False):
     cache_disk: str | int
     """Most to keep in `cache_dir`: 8GiB, 10% of the disk; the longest unused goes first."""
 
-    elastic: bool
-    """Use memory that the context does not need yet for experts, or return it to the system if all
-    experts fit (not on a GPU)."""
-
     cores: int | str | Sequence[int] | None
     """Cores to compute on: a number (chosen among those that no other lowtide holds) or a list such
     as 0,2-3; the process keeps to them until it ends."""

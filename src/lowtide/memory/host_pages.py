@@ -75,9 +75,7 @@ class HostPages:
         Linux.
         """
         if not sys.platform.startswith("linux"):
-            raise UnsupportedError(
-                f"Host memory that moves needs Linux, not {sys.platform}: leave elastic out."
-            )
+            raise UnsupportedError(f"Memory that moves needs Linux, not {sys.platform}.")
         if group_bytes % mmap.PAGESIZE:
             raise InternalError(
                 f"Groups of {group_bytes} bytes are no whole pages of {mmap.PAGESIZE} bytes."

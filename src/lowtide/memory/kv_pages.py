@@ -1,4 +1,4 @@
-"""Shapes of a KV cache, and elastic memory behind its tokens and behind states.
+"""Shapes of a KV cache, and memory behind its tokens and behind states.
 
 Every part of the cache (a layer's keys or values, of one head) has addresses for all tokens that
 there can ever be, so that growing adds memory at the end of each part, and nothing moves. Addresses

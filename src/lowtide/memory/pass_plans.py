@@ -34,7 +34,7 @@ class PassPlans:
         return plan
 
     def rest(self) -> None:
-        """Return memory while idle, if that is wanted."""
+        """Return memory while idle, where no expert could use it."""
         self._room.rest()
 
     def _plan(self, counts: Counts) -> PassPlan:
@@ -71,21 +71,15 @@ class FixedRoom:
 class PagedRoom:
     """A range whose memory, with that of libraries, grows and shrinks within a budget."""
 
-    def __init__(
-        self,
-        arena: ElasticArena,
-        is_wanted: Callable[[], bool] | None = None,
-        is_bound: bool = False,
-    ) -> None:
+    def __init__(self, arena: ElasticArena, is_wanted: Callable[[], bool] | None = None) -> None:
         """is_wanted: returns True if another account could use memory that a pass can spare.
 
-        is_bound: a pass has only the memory of its own plan; the rest, and everything between
+        Without it a pass has only the memory of its own plan; the rest, and everything between
         requests, is returned to the system.
         """
         self._arena = arena
         self._account = arena.account
         self._is_wanted = is_wanted
-        self._is_bound = is_bound
         self._library_bytes = 0
         # What the last passes needed: bytes of the range, and of libraries.
         self._held: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_PASSES)
@@ -121,7 +115,7 @@ class PagedRoom:
         arena, range_bytes = self._arena, plan.placement.arena_bytes
         library_more = max(0, plan.library_bytes - self._library_bytes)
         num_more = arena.missing_bytes(0, range_bytes) + library_more
-        if self._is_bound or num_more > self._account.budget.num_free_bytes:
+        if self._is_wanted is None or num_more > self._account.budget.num_free_bytes:
             self.shrink(range_bytes, plan.library_bytes)
         if library_more:
             self._account.draw(library_more)
@@ -131,7 +125,7 @@ class PagedRoom:
 
     def rest(self) -> None:
         """Release memory when no pass is expected soon. Nothing of the range is alive."""
-        if self._is_bound:
+        if self._is_wanted is None:
             self.shrink()
 
     def shrink(self, range_bytes: int = 0, library_bytes: int = 0) -> None:

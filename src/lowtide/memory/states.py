@@ -75,7 +75,7 @@ class RangeStates:
     after: int | None = None
     num_tokens: int = 0  # that `before` has gathered
     is_clear: bool = False  # `before` is all zeros
-    has_memory: bool = False  # both slots have, if it is elastic
+    has_memory: bool = False  # both slots have
     num_after: int = 0  # tokens that `after` has once the pass has ended; 0: there is no pass
     written: set[int] = field(default_factory=set)  # layers that have asked for `after`
     crossed: set[int] = field(default_factory=set)  # layers whose states lie in `after`
@@ -123,11 +123,19 @@ class StateStore:
         return self._free.pop()
 
     def free(self, *slots: int) -> None:
-        """Give slots back, and their memory where it is elastic."""
-        for slot in slots:
-            self._free.append(slot)
-            if self._arena is not None:
-                self._arena.release(slot * self.slot_bytes, (slot + 1) * self.slot_bytes)
+        """Give slots back, and their memory where it comes in pages."""
+        self._free.extend(slots)
+        if self._arena is not None:
+            for slot in slots:  # with its free neighbours, as two slots may share a page
+                first, stop = slot, slot + 1
+                while first and first - 1 in self._free:
+                    first -= 1
+                while stop in self._free:
+                    stop += 1
+                end = stop * self.slot_bytes
+                if stop == self.num_slots:
+                    end = self._arena.part_bytes
+                self._arena.release(first * self.slot_bytes, end)
 
     def commit(self, *slots: int) -> None:
         """Provide memory behind slots. Raises PageError."""

@@ -212,7 +212,7 @@ class Service:
         self._grammars.warm_up()
 
     async def release_memory(self) -> None:
-        """Return memory if the system runs short of it and the plan is elastic."""
+        """Return memory if the system runs short of it."""
         if self.state != "ended":
             await self.llm.release_memory()
 

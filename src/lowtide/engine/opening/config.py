@@ -106,11 +106,6 @@ class EngineConfig:
     cache_disk: str | int = _engine(
         "Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first.", "8GiB"
     )
-    elastic: bool = _engine(
-        "Use memory that the context does not need yet for experts, or return it to the "
-        "system if all experts fit (not on a GPU).",
-        False,
-    )
     cores: int | str | Sequence[int] | None = _engine(
         "Cores to compute on: a number (chosen among those that no other lowtide holds) or a list "
         "such as 0,2-3; the process keeps to them until it ends."
@@ -143,11 +138,6 @@ class EngineConfig:
             raise UnsupportedError(
                 f"dtype {self.dtype!r} is not supported; choose one of the names "
                 f"{', '.join(SAFETENSORS_NAME)}."
-            )
-        if self.elastic and resolve_device(self.device) == "cuda":
-            raise UnsupportedError(
-                "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it "
-                "out."
             )
         if self.format == AUTO_FORMAT and self.activations == INT8_ROWS:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Plans for `elastic`: the ways in which a tier's budget may be divided while in use.
+"""Ways in which a tier's budget may be divided while it is in use.
 
 A plan has room for a whole context and a number of slots. Memory that the KV cache and the
 workspace do not use can hold more experts (`running/elastic.py`).
@@ -52,6 +52,7 @@ class Division(NamedTuple):
             planned_bytes += sum(layout.address_bytes(SMALL_GROUP_BYTES) for layout in layouts)
         states = context.state_layout(dtype)
         state_bytes = 0 if states is None else states.num_bytes
+        state_bytes = align_up(state_bytes, group_bytes(state_bytes))
         planned_bytes += state_bytes
         # Whole pages may be a little more than the plan has: its overhead names some.
         budget_bytes = max(tier.budget_bytes - fixed_bytes, planned_bytes)
@@ -64,8 +65,8 @@ class Division(NamedTuple):
 
 
 def elastic_tokens(planner: Planner, plan: MemoryPlan) -> int:
-    """Return `MemoryPlan.elastic_tokens`; 0 if all experts have permanent slots."""
-    if plan.everything_fits:
+    """Return `MemoryPlan.elastic_tokens`; 0 on a GPU, or if every expert has a slot."""
+    if plan.everything_fits or plan.device == "cuda":
         return 0
     kv = Division.of(planner, plan).kv
     return (kv or planner.memory.context.kv_shape).num_tokens

@@ -71,9 +71,6 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         *_what_windows_keep(memory),
         *_what_states_take(memory),
     ]
-    if asked.elastic and fits:
-        owner = "sequence" if planner.pass_planner is None else "pass or a sequence"
-        remarks.append(f"Memory that a {owner} does not need goes back to the system.")
     plan = MemoryPlan(
         host=tier,
         context=context.num_tokens,
@@ -104,8 +101,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
             host_residents_per_layer=at_home,
             advised_bytes=_advised_bytes(home_needs, memory.dtype),
         )
-    if asked.elastic:
-        plan = replace(plan, elastic_tokens=elastic_tokens(planner, plan))
+    plan = replace(plan, elastic_tokens=elastic_tokens(planner, plan))
     predictor = predictor_of(opened.speed_facts, plan)
     return plan if predictor is None else replace(plan, prediction=predictor.prediction())
 

@@ -16,7 +16,7 @@ import torch
 
 from lowtide.core import BoolArray, MoEShape
 from lowtide.engine.opening.facts import ContextFacts
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
+from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division, group_bytes
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import InternalError, PageError
@@ -328,7 +328,7 @@ def kv_pages(
 
     of_states = None
     if states is not None:
-        pages = HostPages(states.num_bytes, SMALL_GROUP_BYTES)
+        pages = HostPages(states.num_bytes, group_bytes(states.num_bytes))
         of_states = ElasticArena(pages, account, 1, available_memory_bytes)
     of_windows = [KVPages((arena(layout), layout)) for layout in windows]
     groups = ((arena(layout), layout) for layout in layouts)

@@ -38,7 +38,7 @@ class Engine:
     reader: FileReader
     executor: HostExecutor
     pass_plans: PassPlans | None = None  # None: all passes have the plan of the largest
-    elastic: ElasticMemory | None = None  # None: KV cache and slots keep what the plan gave them
+    elastic: ElasticMemory | None = None  # None: every expert has a slot, or they are a GPU's
     stored: StoredSequences | None = None  # None: kept sequences are in memory alone
     trial: PolicyTrial | None = None  # None: the policy stays
     speed_key: SpeedKey | None = None  # that its run is kept under; None: it is not kept
@@ -53,15 +53,12 @@ class Engine:
         return {**self.experts.as_dict(), **moved, "kv_cache_usage": usage}
 
     def release_memory(self) -> None:
-        """Return memory between passes if the system runs short and memory is elastic."""
+        """Return memory between passes if the system runs short of it."""
         if self.elastic is not None:
             self.elastic.follow_free_memory()
 
     def rest(self) -> None:
-        """Free the passes' memory while the engine is idle.
-
-        Only if memory is elastic and experts cannot use it.
-        """
+        """Free the passes' memory while the engine is idle, unless experts can use it."""
         if self.pass_plans is not None:
             self.pass_plans.rest()
 

@@ -79,10 +79,10 @@ def with_prediction(engine: Engine, facts: SpeedFacts, ask: Ask) -> Engine:
 def measured_speeds(engine: Engine, known: ModelSpeeds, ask: Ask) -> ModelSpeeds:
     """Return `known` with missing speeds measured on a loaded, idle model.
 
-    Nothing is measured beside a device, whose costs are measured as it is opened, or with elastic
-    memory. Disturbed measurements are left out.
+    Nothing is measured beside a device, whose costs are measured as it is opened. Disturbed
+    measurements are left out.
     """
-    if engine.plan.gpu is not None or engine.options.asked.elastic:
+    if engine.plan.gpu is not None:
         return known
     end_s = perf_counter() + LIMIT_S
     try:

@@ -23,14 +23,9 @@ def open_workspace(
     planner: Planner,
     num_bytes: int,
     device: torch.device,
-    *,
-    is_bound: bool = False,
     shared: PagedRoom | None = None,
 ) -> Workspace:
-    """Make a workspace of the planned size, or over `shared` memory. Raise PlanError if refused.
-
-    is_bound: memory that a pass does not need is returned to the system.
-    """
+    """Make a workspace of the planned size, or over `shared` memory. Raise PlanError if refused."""
     passes = planner.pass_planner
     if passes is None:
         placement = planner.registrar().graph.placement
@@ -39,7 +34,7 @@ def open_workspace(
         return Workspace(shared.bytes, plans=PassPlans(passes, shared))
     if device == HOST:
         budget = PageBudget(num_bytes + group_bytes(num_bytes) - 1)
-        room = paged_room(num_bytes, budget, is_bound=is_bound)
+        room = paged_room(num_bytes, budget)
         return Workspace(room.bytes, plans=PassPlans(passes, room))
     largest = passes.plan(planner.largest_counts, num_bytes)
     buffer = _range(num_bytes - largest.library_bytes, device)
@@ -50,13 +45,11 @@ def paged_room(
     num_bytes: int,
     budget: PageBudget,
     is_wanted: Callable[[], bool] | None = None,
-    is_bound: bool = False,
 ) -> PagedRoom:
     """Reserve addresses for `num_bytes`, with an account of the budget; else as `PagedRoom`."""
     account, pages = budget.open("workspace"), HostPages(num_bytes, group_bytes(num_bytes))
-    moves = is_bound or is_wanted is not None
-    arena = ElasticArena(pages, account, free_bytes=available_memory_bytes if moves else None)
-    return PagedRoom(arena, is_wanted, is_bound)
+    arena = ElasticArena(pages, account, free_bytes=available_memory_bytes)
+    return PagedRoom(arena, is_wanted)
 
 
 def _range(num_bytes: int, device: torch.device) -> Tensor:

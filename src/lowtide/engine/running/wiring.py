@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
-from lowtide.core import MoEShape
+from lowtide.core import MoEShape, align_up
 from lowtide.devices.kind import KINDS, OWN_DEVICES
 from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import check_buddies, find_calibration
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
+from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division, group_bytes
 from lowtide.engine.planning.plan import excess_of, shortage_of
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running.device import device_opener
@@ -49,7 +48,6 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families import families
 from lowtide.formats.convert import pack
 from lowtide.kernels.choice import HOST, choose_pack
-from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache, cache_over
 from lowtide.memory.kv_pages import KVLayout
@@ -104,14 +102,13 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
             planner,
             plan.fast_tier.workspace_bytes,
             device,
-            is_bound=asked.elastic,
-            shared=None if shared is None else shared.room,
+            None if shared is None else shared.room,
         )
         weights = _load_dense(memory.dense, device, reader, asked.report)
         model_class = families()[config.family].model()
         if not config.is_adjusted:
             _adjust(model_class, weights)
-        kv_cache = _kv_cache(context, memory.dtype, device, asked.elastic, shared)
+        kv_cache = _kv_cache(context, memory.dtype, device, shared)
         # Beside a device the host's threads are its experts'.
         threads = executor if plan.gpu is None else InlineExecutor()
         compute = Compute(threads, opened.kernels(device), workspace, device)
@@ -216,7 +213,6 @@ def _kv_cache(
     context: ContextFacts,
     dtype: torch.dtype,
     device: torch.device,
-    is_elastic: bool,
     shared: SharedMemory | None,
 ) -> KVCache:
     shape, max_range_tokens = context.kv_shape, context.max_sequence_tokens
@@ -226,22 +222,16 @@ def _kv_cache(
         return shared.make_cache(shared.kv)
     layout = context.state_layout(dtype)
     state_bytes = 0 if layout is None else layout.num_bytes
-    if device == HOST and is_elastic:  # what sequences do not need is the system's
+    if device == HOST:  # what sequences do not need is the system's
         layouts = (KVLayout(each, dtype) for each in shape.storage)
         num_bytes = sum(each.address_bytes(SMALL_GROUP_BYTES) for each in layouts)
-        pages = kv_pages_of(PageBudget(num_bytes + state_bytes), shape, dtype, layout)
+        budget = PageBudget(num_bytes + align_up(state_bytes, group_bytes(state_bytes)))
+        pages = kv_pages_of(budget, shape, dtype, layout)
         states = paged_states(pages, layout)
         return cache_over(shape, pages.all_storage, pages, max_range_tokens, states=states)
-    if device == HOST:
-        of_states = Arena(state_bytes).bytes  # on huge pages, as all of a slot is used
-        storage = [
-            Arena(math.prod(each) * dtype.itemsize, grows_slowly=True).tensor(0, each, dtype)
-            for each in shape.storage
-        ]
-    else:
-        num_bytes = shape.num_elements * dtype.itemsize + state_bytes
-        with plan_errors(num_bytes, "GPU memory for keys and values"):
-            storage = [torch.zeros(each, dtype=dtype, device=device) for each in shape.storage]
-            of_states = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
+    num_bytes = shape.num_elements * dtype.itemsize + state_bytes
+    with plan_errors(num_bytes, "GPU memory for keys and values"):
+        storage = [torch.zeros(each, dtype=dtype, device=device) for each in shape.storage]
+        of_states = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
     states = None if layout is None else StateStore(layout, of_states)
     return cache_over(shape, storage, max_range_tokens=max_range_tokens, states=states)
