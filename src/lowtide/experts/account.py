@@ -16,9 +16,23 @@ def account_of(stats: Mapping[str, float]) -> Account:
     rows: pairs of row and expert that routers chose, by where the expert was. moves: experts that
     the placement asked to become resident. prefetched: experts brought before their layer asked
     for them. Of these three the first number is all the others. link, disk: bytes, and the experts
-    that crossed, all of one size; bytes of reads that were given up are apart.
+    that crossed, all of one size; bytes of reads that were given up are apart. slots, where their
+    memory moves: those planned and lent by sequences and passes, less those given to them or to the
+    system; the experts moved are those copied out of slots that left.
     """
+    slots = {}
+    if "num_slots" in stats:
+        now, lent = stats["num_slots"], stats["num_slots_lent"]
+        given, moved = stats["num_slots_given"], stats["num_residents_moved"]
+        slots["slots"] = {
+            "now": now,
+            "planned": now - lent + given,
+            "lent": lent,
+            "given": given,
+            "experts_moved": moved,
+        }
     return {
+        **slots,
         "rows": {
             "asked": stats.get("num_expert_rows", 0),
             "device": stats.get("num_device_rows", 0),
@@ -63,4 +77,8 @@ def account_rows(stats: Mapping[str, float]) -> list[tuple[str, str, str]]:
         if given_up:
             told += f" + {format_size(round(given_up))} of reads given up"
         rows.append((f"over the {name}", format_size(round(counts["bytes"])), told))
+    if "slots" in account:
+        now, planned, lent, given, moved = (f"{n:,}" for n in account["slots"].values())
+        told = f"{planned} planned + {lent} lent - {given} given, {moved} experts moved"
+        rows.append(("slots", now, told))
     return rows

@@ -59,7 +59,7 @@ class CompiledResidents:
         self._compiled = compiled
         self._hits, self.give_up = hits, abandon  # `hits` has to outlive the struct
         self._readiness = (
-            Readiness(library, ledger.num_slots) if compiled is None else compiled.readiness
+            Readiness(library, ledger.max_slots) if compiled is None else compiled.readiness
         )
         num_layers, num_experts = ledger.table.shape
         self._foresight = Foresight(library, num_layers)
@@ -74,7 +74,7 @@ class CompiledResidents:
         self._struct = struct("Residency")(
             *map(_address, (ledger.table, ledger.owner, free.ring, free.state)),
             num_experts,
-            ledger.num_slots,
+            ledger.max_slots,
         )
         self._struct.hits, self._struct.asked = _address(hits), _address(self._asked)
         self._struct.readiness = self._readiness.address

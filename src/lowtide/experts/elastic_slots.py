@@ -37,7 +37,7 @@ class ElasticSlots:
         self.ledger = ledger
         arena.commit(0, num_live * slot_bytes)
         self.num_live = num_live
-        for slot in range(num_live, ledger.num_slots):
+        for slot in range(num_live, ledger.max_slots):
             ledger.retire(slot)
 
     def num_bytes(self, num_slots: int) -> int:
@@ -47,7 +47,7 @@ class ElasticSlots:
     def num_within(self, num_bytes: int) -> int:
         """Return the number of slots that fit into `num_bytes`."""
         whole_bytes = num_bytes // self.arena.group_bytes * self.arena.group_bytes
-        return min(self.ledger.num_slots, whole_bytes // self._slot_bytes)
+        return min(self.ledger.max_slots, whole_bytes // self._slot_bytes)
 
     def grow(self, num_slots: int) -> None:
         """Make the first `num_slots` live; the new ones are free.

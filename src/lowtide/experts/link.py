@@ -65,7 +65,7 @@ class Link:
         self._device = device
         self._host = host
         self._num_demand_slots = num_demand_slots
-        self._last_use: list[Event | None] = [None] * ledger.num_slots
+        self._last_use: list[Event | None] = [None] * ledger.max_slots
         self._coming: dict[tuple[int, int], Arrival] = {}
         self._ahead: deque[_Wanted] = deque()
         self._moves: dict[tuple[int, int], _Wanted] = {}  # by layer and expert, in their order
@@ -309,7 +309,7 @@ class Link:
         for key in list(self._coming):
             self._drop_arrival(*key)
         self._forget_copies()
-        self._last_use = [None] * self.ledger.num_slots
+        self._last_use = [None] * self.ledger.max_slots
 
     def abandon(self) -> None:
         """Recover from a failure, when both streams are idle: forget arriving experts."""
@@ -319,7 +319,7 @@ class Link:
         self.stats.prefetch.num_wasted += self.num_staged
         self._coming.clear()
         self._forget_copies()
-        self._last_use = [None] * self.ledger.num_slots
+        self._last_use = [None] * self.ledger.max_slots
         self.ledger.reclaim()
 
     def _forget_copies(self) -> None:

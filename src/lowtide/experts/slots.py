@@ -71,7 +71,7 @@ class SlotLedger:
 
     def __init__(self, num_layers: int, num_experts: int, num_slots: int) -> None:
         self.num_layers, self.num_experts = num_layers, num_experts
-        self.num_slots = num_slots
+        self.max_slots = num_slots
         self.table: IntArray = np.full((num_layers, num_experts), NO_SLOT, np.int64)
         # By slot: layer * num_experts + expert of what is bound to it, or what it is instead.
         self.owner: IntArray = np.full(num_slots, FREE, np.int64)
@@ -81,6 +81,11 @@ class SlotLedger:
     @property
     def num_free(self) -> int:
         return len(self.free)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that have memory: all but the retired ones."""
+        return int(np.count_nonzero(self.owner != RETIRED))
 
     @property
     def num_resident(self) -> int:
@@ -111,8 +116,7 @@ class SlotLedger:
     def take(self) -> int:
         """Take a free slot."""
         if not len(self.free):
-            num_slots = np.count_nonzero(self.owner != RETIRED)
-            raise InternalError(f"All {num_slots} expert slots are in use.")
+            raise InternalError(f"All {self.num_slots} expert slots are in use.")
         slot = self.free.take()
         self.owner[slot] = TAKEN
         return slot
@@ -203,7 +207,7 @@ class SlotLedger:
         self.owner[bound[is_lost]] = FREE
         self.owner[self.owner == TAKEN] = FREE
         self.owner[list(set_aside)] = TAKEN
-        self._num_leases = [0] * self.num_slots
+        self._num_leases = [0] * self.max_slots
         self.free.fill(np.flatnonzero(self.owner == FREE).tolist())
 
     def check_integrity(self) -> None:
@@ -216,7 +220,7 @@ class SlotLedger:
             )
             raise InternalError(
                 f"{len(bound)} bound, {taken} taken, {retired} retired and {len(free)} free slots "
-                f"do not make {self.num_slots}."
+                f"do not make {self.max_slots}."
             )
         for slot, owner in zip(bound.tolist(), self.owner[bound].tolist(), strict=True):
             layer, expert = divmod(owner, self.num_experts)

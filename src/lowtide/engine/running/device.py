@@ -31,7 +31,7 @@ def device_opener(
     kernels: the option. options: of the device.
     """
     facts, plan, executor, lent = parts.facts, parts.plan, parts.executor, parts.lent
-    num_slots = plan.fast_tier.num_slots if lent is None else lent.ledger.num_slots
+    num_slots = plan.fast_tier.num_slots if lent is None else lent.ledger.max_slots
     if plan.device == "cuda":
         return partial(_open_cuda, facts, num_slots, kernels, parts.kernels, executor)
     if plan.device == "cpu":

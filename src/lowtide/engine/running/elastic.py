@@ -253,8 +253,10 @@ class ElasticMemory:
 
         Raises PageError if the system has less memory than the budget.
         """
-        if self._slots.num_live < self._shared.tier.num_slots:
+        num_more = self._shared.tier.num_slots - self._slots.num_live
+        if num_more > 0:
             self._slots.grow(self._shared.tier.num_slots)
+            self.num_lent += num_more
 
     def _lend(self, num_live: int) -> None:
         count = num_live - self._slots.num_live

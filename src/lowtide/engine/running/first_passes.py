@@ -248,7 +248,7 @@ def _all_resident(engine: Engine, experts: ExpertRuntime) -> ExpertRuntime | Non
     executor, host, shape = experts.executor, experts.host, engine.model.config.moe_shape
     if not isinstance(executor, HostExpertExecutor):
         return None
-    ledger = SlotLedger(shape.num_layers, shape.num_experts, host.ledger.num_slots)
+    ledger = SlotLedger(shape.num_layers, shape.num_experts, host.ledger.max_slots)
     ledger.table[:] = host.ledger.table
     for layer, slots in enumerate(_slots_by_layer(host)):
         absent = np.flatnonzero(ledger.table[layer] < 0)
