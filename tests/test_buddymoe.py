@@ -348,9 +348,13 @@ def test_rows_that_are_kept_run_what_their_router_chose() -> None:
 )
 @pytest.mark.parametrize("miss", ["buddy", "late"])
 def test_a_replay_decides_as_the_runtime_did(
-    miss: str, device: str, placement: dict[str, str]
+    miss: str, device: str, placement: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same trace, capacity and costs: the same residents, answers and receipts."""
+    """The same trace, capacity and costs: the same residents, answers and receipts.
+
+    A replay has the planned slots, none that sequences lend.
+    """
+    monkeypatch.setattr("lowtide.engine.planning.plan.elastic_tokens", lambda planner, plan: 0)
     options = {"miss": miss, "rho": "none", "max_mass": "0.3", "tae": "off", "beta": "off"}
     options |= placement
     with profiled() as seen, open_half(device, **options) as llm:

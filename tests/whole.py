@@ -299,6 +299,8 @@ def check_account(llm: LLM) -> None:
     for name in ("rows", "moves", "prefetched"):
         total, *parts = account[name].values()
         assert total == sum(parts) and min(parts) >= 0, (name, account[name])
+    if "slots" in account:
+        assert account["slots"]["planned"] == llm.plan.fast_tier.num_slots, account["slots"]
     link, disk = account["link"], account["disk"]
     assert link["bytes"] == link["experts"] * slot_bytes, link
     each = {*stored_bytes(llm)}
