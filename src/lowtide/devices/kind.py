@@ -35,7 +35,7 @@ class DeviceRequest:
     layer_bytes: int  # of a layer's weights beside experts
     options: Mapping[str, str]
     arena: Region | None = None
-    """Memory of the slots if its size varies; None: the device allocates its own."""
+    """Memory that the slots must lie in, as its size varies; None: the device allocates its own."""
 
     def open_slots(self) -> ExpertSlots:
         """Return the slots, in memory of the host."""
