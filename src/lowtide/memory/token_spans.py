@@ -25,7 +25,7 @@ class Span:
     start: int
     capacity: int
     num_written: int = 0  # leading tokens that may hold values
-    num_usable: int = 0  # leading tokens with committed memory, if memory is elastic
+    num_usable: int = 0  # leading tokens with committed memory, if it comes in pages
 
 
 S = TypeVar("S", bound=Span)
