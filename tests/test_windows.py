@@ -488,7 +488,6 @@ def test_ids_and_logits_are_those_of_a_cache_that_keeps_everything(
     if is_elastic:
         plan = plan_model(folder, context=2048)
         options["host_memory"] = plan.minimum_bytes + 6 * plan.host.slot_bytes
-        options["elastic"] = True
     with (
         opened_model(folder, False, **options) as llm,
         opened_model(folder, True, cache=cache) as twin,
