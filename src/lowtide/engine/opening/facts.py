@@ -85,7 +85,7 @@ class ModelFacts:
 
 
 class ContextFacts(NamedTuple):
-    """KV cache and limits of a context of `num_tokens`, shared by all running sequences."""
+    """Planned KV cache of `num_tokens`, the most of one sequence, and its limits."""
 
     num_tokens: int
     kv_shape: KVShape  # where none is kept, of the layers whose turn it is
