@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from family_models import write_model
 from inside import loop_of
+from stranger_parts import devices as stranger
 from test_elastic_arena import physical_bytes
 
 from lowtide import LLM, SamplingParams
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Event
+from lowtide.devices.kind import KINDS, DeviceKind, DeviceRequest, OpenDevice, register_device
 from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.engine import Engine
-from lowtide.errors import PageError, PlanError
+from lowtide.errors import DeviceError, PageError, PlanError
 from lowtide.llm import plan_model
 from lowtide.plan import MemoryPlan
 from lowtide.policies.catalogue import CATALOGUE
@@ -170,6 +173,31 @@ def test_a_devices_slots_make_room_for_its_cache(
     assert max(shares["KV cache"] for shares in watched) > 4 * min(
         shares["KV cache"] for shares in watched
     )
+
+
+@pytest.mark.parametrize("num_residents", [0, 20])
+def test_a_device_whose_slots_lie_elsewhere_is_told_at_opening(
+    model: Path, words: list[list[int]], num_residents: int
+) -> None:
+    """One that has its own memory is refused where memory moves, and runs where none does."""
+
+    def open_elsewhere(request: DeviceRequest) -> OpenDevice:
+        return stranger.SECOND_HOST.open(replace(request, arena=None))
+
+    options: dict[str, Any] = {"device": "elsewhere", "policy": "lowtide", "context": CONTEXT}
+    register_device("elsewhere", DeviceKind(open_elsewhere, stranger.check, is_paced=True))
+    try:
+        plan = plan_model(model, **options)
+        gpu_memory = plan.minimum_bytes + num_residents * plan.gpu.slot_bytes
+        with pytest.raises(DeviceError, match=r"DeviceRequest\.open_slots"):
+            LLM(model, gpu_memory=gpu_memory, **options)
+        with LLM(model, **options) as llm:
+            assert answers(llm) == words
+        KINDS["elsewhere"] = stranger.SECOND_HOST  # which opens them there
+        with LLM(model, gpu_memory=gpu_memory, **options) as llm:
+            assert answers(llm) == words and llm.stats()["num_slots_lent"] > 0
+    finally:
+        del KINDS["elsewhere"]
 
 
 def test_under_every_preset_contexts_come_and_go(

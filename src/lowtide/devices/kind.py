@@ -35,7 +35,8 @@ class DeviceRequest:
     layer_bytes: int  # of a layer's weights beside experts
     options: Mapping[str, str]
     arena: Region | None = None
-    """Memory that the slots must lie in, as its size varies; None: the device allocates its own."""
+    """Memory that the slots must lie in, slot i at i * `layout.num_bytes`, as it comes and goes: a
+    copy is tried once the device is open. None: the device allocates its own."""
 
     def open_slots(self) -> ExpertSlots:
         """Return the slots, in memory of the host."""

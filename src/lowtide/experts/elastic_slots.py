@@ -9,6 +9,8 @@ Shrinking copies each resident at the end within memory (6 MiB take about 0.3 ms
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from lowtide.core import align_up
@@ -48,6 +50,20 @@ class ElasticSlots:
         """Return the number of slots that fit into `num_bytes`."""
         whole_bytes = num_bytes // self.arena.group_bytes * self.arena.group_bytes
         return min(self.ledger.max_slots, whole_bytes // self._slot_bytes)
+
+    def is_reached(self, copy: Callable[[int], None], source: Tensor) -> bool:
+        """Return True if `copy(slot)` copies `source`, an image of a slot, into memory of the slot.
+
+        Nothing is in the slots yet.
+        """
+        slot = max(0, self.num_live - 1)
+        start = slot * self._slot_bytes
+        self.arena.commit(start, start + self._slot_bytes)  # there may be no live slot
+        copy(slot)
+        is_there = self._image(slot).equal(source)
+        if not self.num_live:
+            self.arena.release(0, self.arena.part_bytes)
+        return is_there
 
     def grow(self, num_slots: int) -> None:
         """Make the first `num_slots` live; the new ones are free.

@@ -10,17 +10,23 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
+from lowtide.config import format_size
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.kind import KINDS, DeviceRequest, OpenDevice
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.facts import ExpertFacts
 from lowtide.engine.running.experts import ExpertParts
+from lowtide.errors import DeviceError
+from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measurements, measure_costs
 from lowtide.hardware.store import stored_or_measured
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.threads.executor import HostExecutor
+
+_PROBE = 0x5A
+"""Byte of an image that is copied into a slot to see where it arrives; new memory is zeros."""
 
 
 def device_opener(
@@ -38,9 +44,9 @@ def device_opener(
         return None
     cores = executor.cores_per_expert
     request = request_of(facts, num_slots, parts.kernels, cores, options)
-    if lent is not None:
-        request = replace(request, arena=lent.arena)
-    return partial(KINDS[plan.device].open, request)
+    if lent is None:
+        return partial(KINDS[plan.device].open, request)
+    return partial(_open_over, plan.device, replace(request, arena=lent.arena), lent)
 
 
 def request_of(
@@ -60,6 +66,24 @@ def request_of(
         experts.layer_bytes,
         options,
     )
+
+
+def _open_over(name: str, request: DeviceRequest, lent: ElasticSlots) -> OpenDevice:
+    """Open a device over slots whose memory moves. Raise DeviceError if its slots lie elsewhere."""
+    made = KINDS[name].open(request)
+    with ExitStack() as undo:
+        undo.callback(made.close)
+        source = made.make_arena(request.layout.num_bytes).bytes.fill_(_PROBE)
+        if not lent.is_reached(lambda slot: made.device.copy(source, slot, None).wait(), source):
+            raise DeviceError(
+                f"Device {name!r} copied an expert elsewhere than into its slot of the "
+                f"{format_size(lent.arena.num_bytes)} of DeviceRequest.arena, where "
+                f"{request.num_slots} slots of {format_size(request.layout.num_bytes)} lie one "
+                "behind another, as their number follows what sequences need. Open the slots with "
+                "DeviceRequest.open_slots()."
+            )
+        undo.pop_all()
+    return made
 
 
 def _open_cuda(
