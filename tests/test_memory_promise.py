@@ -21,6 +21,7 @@ MIN_CHECKPOINT_BYTES = 300 << 20
 CONTEXT = 1024
 LONG_CONTEXT = 32768
 EOS = 8000
+SLACK_BYTES = 8 << 20
 
 # Wide enough that what libraries do (packed weights, attention tiles) would show.
 SIZE = SynthSize(
@@ -131,6 +132,98 @@ print(json.dumps({
 """
 
 
+NEIGHBOUR = """
+import mmap, sys
+
+held, page_bytes = [], mmap.PAGESIZE
+for line in sys.stdin:
+    wanted = int(line)
+    while len(held) > wanted:
+        held.pop().close()
+    while len(held) < wanted:
+        held.append(mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        held[-1].write(b"n" * (1 << 20))
+    with open("/proc/self/statm") as statm:
+        resident, shared = map(int, statm.read().split()[1:3])
+    print((resident - shared) * page_bytes, flush=True)
+"""
+
+BESIDE_CHILD = """
+import json, random, subprocess, sys
+from lowtide import DiffusionParams, SamplingParams
+from lowtide.hardware import memory
+from lowtide.hardware.memory import peak_resident_bytes, reset_peak, resident_bytes
+
+folder, program, options = json.loads(sys.argv[1])
+process = subprocess.Popen(
+    [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+)
+
+def hold(num_mib):
+    global neighbour_mib, neighbour_bytes
+    neighbour_mib = num_mib
+    print(num_mib, file=process.stdin, flush=True)
+    neighbour_bytes = int(process.stdout.readline())
+
+real, machine_bytes = memory.available_memory_bytes, None
+
+def available():  # of a machine that has the two alone
+    if machine_bytes is None:
+        return real()
+    return machine_bytes - resident_bytes() - neighbour_bytes
+
+memory.available_memory_bytes = available
+from lowtide.engine.running import elastic as module
+from lowtide.engine.running.worker import Worker
+from lowtide.llm import LLM
+
+module._LOOK_S = 0.0
+spare_mib = module.SYSTEM_BYTES >> 20
+draw, steps, step, most_mib = random.Random(0), [], Worker._step, 0
+
+def watch(self):
+    if most_mib:  # less between two passes than is left to others
+        more = draw.randint(-spare_mib // 8, spare_mib // 2)
+        hold(max(0, min(neighbour_mib + more, most_mib)))
+    reset_peak()
+    step(self)
+    moved = self.engine.elastic.as_dict()["num_slots"]
+    steps.append((peak_resident_bytes(), resident_bytes(), neighbour_bytes, moved))
+
+Worker._step = watch
+hold(0)
+llm = LLM(folder, **options)
+plan, memories = llm.plan, llm._loop.look(lambda engine: engine.elastic)
+allowed_bytes = plan.budget_bytes + plan.overhead_bytes
+lendable_bytes = memories._most_bytes - memories._least_bytes
+
+def ask(num_rounds):
+    for _ in range(num_rounds):
+        lengths = [draw.choice([5, 90, 400, 900]) for _ in range(draw.choice([1, 2, 6]))]
+        prompts = [[i * 31 % 8000 for i in range(n)] for n in lengths]
+        llm.generate(prompts, SamplingParams(max_tokens=16, diffusion=DiffusionParams(steps=4)))
+    return len(steps)
+
+alone = ask(2)
+own_bytes = max(peak_bytes for peak_bytes, *_ in steps)
+machine_bytes = own_bytes + (64 << 20) + 2 * module.SYSTEM_BYTES + neighbour_bytes
+most_mib = (machine_bytes - module.SYSTEM_BYTES - own_bytes + lendable_bytes * 3 // 4) >> 20
+beside = ask(4)
+most_mib = 0
+hold(0)
+ask(2)
+llm.close()
+process.stdin.close()
+process.wait()
+print(json.dumps({
+    "allowed_bytes": allowed_bytes,
+    "machine_bytes": machine_bytes,
+    "spare_bytes": module.SYSTEM_BYTES,
+    "alone": steps[:alone], "beside": steps[alone:beside], "after": steps[beside:],
+}))
+"""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_checkpoint(SIZE, tmp_path_factory.mktemp("promise") / "model")
@@ -214,6 +307,24 @@ def test_every_step_is_within_the_budget_while_memory_moves(
     assert max(cache) > measured["planned_kv_bytes"] > min(cache)
     assert max(held) <= host_memory
     assert measured["fallen_bytes"] >= 0.95 * measured["held_bytes"] > 0.4 * max(held)
+
+
+def test_every_step_is_within_the_budget_and_the_machine_beside_a_neighbour(model: Path) -> None:
+    """Another program takes memory between passes, most of what experts have, and leaves."""
+    plan = plan_model(model, context=CONTEXT)
+    host_memory = plan.minimum_bytes + (plan.full_bytes - plan.minimum_bytes) * 3 // 4
+    options = {"context": CONTEXT, "host_memory": host_memory, "policy": "lru", "cache": "off"}
+    measured = run_child(BESIDE_CHILD, str(model), NEIGHBOUR, options)
+    alone, beside, after = (measured[name] for name in ("alone", "beside", "after"))
+    for peak_bytes, *_ in (*alone, *beside, *after):
+        assert peak_bytes <= measured["allowed_bytes"]
+    for peak_bytes, rested_bytes, neighbour_bytes, _ in (*beside, *after):
+        assert peak_bytes + neighbour_bytes <= measured["machine_bytes"]
+        left_bytes = measured["machine_bytes"] - rested_bytes - neighbour_bytes
+        assert left_bytes >= measured["spare_bytes"] - SLACK_BYTES
+    num_slots = [[num_live for *_, num_live in steps] for steps in (alone, beside, after)]
+    assert min(num_slots[1]) < max(num_slots[0]) // 2
+    assert max(num_slots[2]) > 0.9 * max(num_slots[0])
 
 
 def test_in_float32_too(model: Path) -> None:
