@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,8 +23,12 @@ from lowtide.core import (
     StepKind,
     WeightArray,
 )
+from lowtide.policies import catalogue
 from lowtide.policies.buddy_profile import BuddyProfile
+from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.plain_buddies import PlainBuddies
+from lowtide.policies.recipe import PolicyInputs
+from lowtide.policies.substitution import CountedSubstitution
 
 UNBOUNDED = 1 << 30
 PLAIN = PlainBuddies()
@@ -210,3 +216,42 @@ def random_profile(num_layers: int, num_experts: int, k: int, seed: int = 0) -> 
         together,
         np.stack(sample).astype(np.float32),
     )
+
+
+class Seen(CountedSubstitution):
+    """A substitution that keeps what it was asked and answered."""
+
+    def __init__(self, inner: CountedSubstitution) -> None:
+        self._inner = inner
+        self.asked: list[tuple[Facts, RoutedTokens | None]] = []
+
+    def counted(self, facts: Facts, account: PassAccount) -> RoutedTokens | None:
+        answer = self._inner.counted(facts, account)
+        self.asked.append((facts, answer))
+        return answer
+
+
+@contextmanager
+def profiled() -> Iterator[list[Seen]]:
+    """`buddymoe` with a profile of chance, and what its substitutions did."""
+    plain, seen = CATALOGUE["buddymoe"], []
+
+    def having(setting: PolicyInputs) -> PolicyInputs:
+        profile = random_profile(setting.num_layers, setting.num_experts, 2)
+        return replace(setting, buddies=profile)
+
+    def substitution(setting: PolicyInputs) -> Seen | None:
+        assert plain.substitution is not None
+        made = plain.substitution(having(setting))
+        if made is None:
+            return None
+        assert isinstance(made, CountedSubstitution)
+        seen.append(Seen(made))
+        return seen[-1]
+
+    there = replace(plain, substitution=substitution, check_buddies=lambda options, profile: None)
+    catalogue.CATALOGUE["buddymoe"] = there
+    try:
+        yield seen
+    finally:
+        catalogue.CATALOGUE["buddymoe"] = plain

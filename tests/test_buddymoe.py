@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buddy_cases import PLAIN, random_profile
+from buddy_cases import PLAIN, Seen, profiled, random_profile
 from buddy_cases import account as any_account
 from inside import engine_of, worker_of
 from test_serve_service import hold_pass
@@ -27,9 +26,7 @@ from lowtide.errors import NumericError, UsageError
 from lowtide.lab.simulation.host_alone import compare_alone
 from lowtide.lab.simulation.simulator import simulate
 from lowtide.llm import plan_model
-from lowtide.policies import catalogue
 from lowtide.policies.buddymoe import layer_rules
-from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options
 from lowtide.policies.reads_ahead import NEARLY_ALL
 from lowtide.policies.receipt import Receipt
@@ -45,45 +42,6 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 EVERY_ABSENT = {"alpha": "1", "k_max": "64", "rho": "none"}
 """Lists of all peers: whoever is absent is replaced while a resident is left."""
-
-
-class Seen(CountedSubstitution):
-    """A substitution that keeps what it was asked and answered."""
-
-    def __init__(self, inner: CountedSubstitution) -> None:
-        self._inner = inner
-        self.asked: list[tuple[Facts, RoutedTokens | None]] = []
-
-    def counted(self, facts: Facts, account: PassAccount) -> RoutedTokens | None:
-        answer = self._inner.counted(facts, account)
-        self.asked.append((facts, answer))
-        return answer
-
-
-@contextmanager
-def profiled() -> Iterator[list[Seen]]:
-    """`buddymoe` with a profile of chance, and what its substitutions did."""
-    plain, seen = CATALOGUE["buddymoe"], []
-
-    def having(setting: PolicyInputs) -> PolicyInputs:
-        profile = random_profile(setting.num_layers, setting.num_experts, 2)
-        return replace(setting, buddies=profile)
-
-    def substitution(setting: PolicyInputs) -> Seen | None:
-        assert plain.substitution is not None
-        made = plain.substitution(having(setting))
-        if made is None:
-            return None
-        assert isinstance(made, CountedSubstitution)
-        seen.append(Seen(made))
-        return seen[-1]
-
-    there = replace(plain, substitution=substitution, check_buddies=lambda options, profile: None)
-    catalogue.CATALOGUE["buddymoe"] = there
-    try:
-        yield seen
-    finally:
-        catalogue.CATALOGUE["buddymoe"] = plain
 
 
 def open_half(device: str = "cpu", model: Path = MODEL, share: float = 0.5, **options: Any) -> LLM:

@@ -15,8 +15,8 @@ from inside import engine_of
 pytest.importorskip("triton")
 
 import torch
+from buddy_cases import profiled
 from late_cuda import CUDA, LateGpu, late_cuda
-from test_buddymoe import profiled
 
 from lowtide.core import Costs, Curve, Facts, MoEShape, RoutedTokens
 from lowtide.devices import cuda

@@ -302,6 +302,20 @@ async def ids_of(service: Service, ask: Ask) -> tuple[int, ...]:
     return done.token_ids
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_objects_that_the_program_froze_stay_frozen(llm: AsyncLLM, is_frozen: bool) -> None:
+    """A server freezes what there is, and unfreezes it at its end, where nobody has before it."""
+
+    async def serve() -> int:
+        async with Service(llm).running():
+            return gc.get_freeze_count()
+
+    gc.freeze() if is_frozen else gc.unfreeze()
+    assert run(serve()) > 0
+    assert (gc.get_freeze_count() > 0) == is_frozen
+    gc.freeze()
+
+
 def hold_pass(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, num_asked: int) -> None:
     """The next pass is run once so many have asked."""
     run_pass, its_worker = worker.run_pass, worker_of(llm)

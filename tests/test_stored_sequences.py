@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -378,6 +379,12 @@ def is_proved(content: bytes, expected: bytes) -> bool:
     return all(content[p.start : p.stop] == expected[p.start : p.stop] for p in parts)
 
 
+@cache
+def ids_without_files() -> list[int]:
+    alone, _ = make_decoder(AUTOREGRESSIVE, Reuse.OFF)
+    return ask(alone, AUTOREGRESSIVE, prompt_of(1)).token_ids
+
+
 def check_damage(whole: dict[str, bytes], damage: Damage) -> None:
     content, name = damaged(whole, damage), whole["name of own"].decode()
     is_sound = damage.kind != "link" and is_proved(content, whole["own"])
@@ -393,9 +400,7 @@ def check_damage(whole: dict[str, bytes], damage: Damage) -> None:
             found = engine.ask(prompt_of(1))
             again = engine.ask(prompt_of(1))
             engine.stored.drain()
-        alone, _ = make_decoder(AUTOREGRESSIVE, Reuse.OFF)
-        expected = ask(alone, AUTOREGRESSIVE, prompt_of(1)).token_ids
-        assert found.token_ids == again.token_ids == expected
+        assert found.token_ids == again.token_ids == ids_without_files()
         assert found.num_resumed == (NUM_PROMPT - 1 if is_sound else 0)
         # A link is none of the folder's regular files: it is not even looked at.
         assert len(said) == (not is_sound and damage.kind != "link"), said

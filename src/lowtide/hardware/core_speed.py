@@ -16,8 +16,10 @@ from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import process_threads_kept, set_cores_per_product
 
+MEASURE_S = 0.15
+"""Seconds of measured rounds."""
+
 _COLD_BYTES = 32 << 20  # weights of the measurement: far more than a core's own caches
-_MEASURE_S = 0.15  # of measured rounds
 _MIN_ROUNDS = 3
 _MAX_TOKENS = 512  # rows of the largest pass
 
@@ -46,7 +48,7 @@ def measure_device_s(
         set_cores_per_product(cores_per_expert)
         counts = experts.affordable_counts()
         rounds: list[list[float]] = []
-        end_s = perf_counter() + _MEASURE_S
+        end_s = perf_counter() + MEASURE_S
         while len(rounds) < _MIN_ROUNDS or perf_counter() < end_s:
             rounds.append([experts.run_s(num_tokens) for num_tokens in counts])
     seconds = np.median(rounds, axis=0) * (shape.expert_size / width)
@@ -65,15 +67,15 @@ class _ColdExperts:
         num_experts = max(2, math.ceil(_COLD_BYTES / layout.num_bytes))
         arena = Arena(num_experts * layout.num_bytes)
         arena.bytes.view(layout.dtype).fill_(0.01)
-        slots = ExpertSlots(arena, layout)
-        self._experts = itertools.cycle([slots.weights(0, i) for i in range(num_experts)])
+        self._slots = ExpertSlots(arena, layout)
+        self._indices = itertools.cycle(range(num_experts))
 
     def affordable_counts(self) -> list[int]:
         """Token counts, at least two, of which the least number of rounds fits into the time."""
         counts: list[int] = []
         num_tokens, round_s, last_s = 1, 0.0, 0.0
         while num_tokens <= _MAX_TOKENS and (
-            len(counts) < 2 or round_s + 2 * last_s < _MEASURE_S / _MIN_ROUNDS
+            len(counts) < 2 or round_s + 2 * last_s < MEASURE_S / _MIN_ROUNDS
         ):
             # The first product of its size does more than compute.
             self.run_s(num_tokens)
@@ -85,7 +87,7 @@ class _ColdExperts:
 
     def run_s(self, num_tokens: int) -> float:
         """Seconds of the next expert's products, by the thread's clock: others use the core too."""
-        weights = next(self._experts)
+        weights = self._slots.weights(0, next(self._indices))
         x, out, gate, up = (
             torch.full((num_tokens, size), 0.01, dtype=self._dtype)
             for size in (self._hidden, self._hidden, self._width, self._width)

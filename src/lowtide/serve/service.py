@@ -172,13 +172,17 @@ class Service:
         threads = ThreadPoolExecutor(self.settings.max_requests + SPARE_THREADS, "lowtide-request")
         asyncio.get_running_loop().set_default_executor(threads)
         # What is there now stays: to look through it takes Python's lock for a tenth of a second.
-        gc.collect()
-        gc.freeze()
+        # A program around this one may have frozen what it has itself, and goes on with it so.
+        freezes = gc.get_freeze_count() == 0
+        if freezes:
+            gc.collect()
+            gc.freeze()
         idling = asyncio.create_task(self._idle())
         try:
             yield
         finally:
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
             idling.cancel()
             self.drain(SHUTDOWN_S - LAST_WORDS_S)
             end_s = time.monotonic() + SHUTDOWN_S
