@@ -1,7 +1,7 @@
 """Drawn conversations with every family that keeps keys.
 
-Branches, edits in the middle, two at once, `n` answers, cancelled and forgotten ones; in memory
-that comes and goes or not, on disk or not.
+Branches, edits in the middle, up to eight at once and more, `n` answers, cancelled and forgotten
+ones; in memory that comes and goes or not, on disk or not.
 
 Each pass has the bits that it has over keys, and states, of sequences that never end (`twins.py`).
 Where keys are exact, and with a model of hashes in any case, an answer is that of its request alone
@@ -218,7 +218,7 @@ class Talk:
             self._decoder.forget()
         is_from_disk = is_forgotten and self._stored is not None and not self._decoder.has_work
         (prompt, is_second), max_tokens = self._prompt(), rng.randint(1, 12)
-        for sample in range(rng.choice((1, 1, 1, 2, 3))):
+        for sample in range(rng.choice((1, 1, 1, 2, 3, 8))):
             self._asked.append(make_request(self._case, prompt, max_tokens, sample))
             if is_second:
                 self._second.add(self._asked[-1].id)
@@ -268,6 +268,7 @@ class Talk:
             if not self._decoder.has_work:
                 return
             engine = self._subject.engine
+            self.met["eight at once"] += self._decoder.num_requests >= 8
             events = self._decoder.step() if engine is None else run_pass(engine, self._decoder)
             self._finished |= {e.request: e for e in events if isinstance(e, Finished)}
             self._check_memory()
@@ -338,7 +339,7 @@ def check_conversations(numbers: Iterable[int], subjects: Subjects) -> Counter[s
     met: Counter[str] = Counter()
     for number in numbers:
         met += converse(number, subjects)
-    assert set(met) >= {"resumed", "in company", "exact"}
+    assert set(met) >= {"resumed", "in company", "exact", "eight at once"}
     return met
 
 

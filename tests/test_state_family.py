@@ -255,7 +255,7 @@ def test_a_plan_names_the_states(folder: Path) -> None:
     # Two arrays of three layers, in whole pages: the tail of three rows, and the matrices.
     slot_bytes = 4096 * -(-3 * 4 * (3 * 96 + 4 * 8 * 16) // 4096)
     num_slots = [plan.host.state_bytes // slot_bytes for plan in plans]
-    assert num_slots == [max(4, plans[0].host.kv_cache_bytes // 2 // slot_bytes), 64]
+    assert num_slots == [max(8, plans[0].host.kv_cache_bytes // 2 // slot_bytes), 64]
     assert "\nstates " in repr(plans[0])
     told = [re.search(r"states of .*: (\d+) sequences run at once", plan.reason) for plan in plans]
     assert [int(found[1]) for found in told] == [count // 2 for count in num_slots]

@@ -26,9 +26,13 @@ from lowtide.decode import autoregressive, kept_sequences
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS
 from lowtide.decode.request import Finished, Request
+from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
+from lowtide.engine.running.elastic import kv_pages, paged_states
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.errors import InternalError, PlanError
 from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.kv_pages import KVLayout, KVShape
+from lowtide.memory.pages import PageBudget
 from lowtide.memory.states import RangeStates, StateLayout, StateStore
 from lowtide.policies.kept_keys import MemoryPrices
 
@@ -152,6 +156,34 @@ def test_snapshots_are_weighed_as_what_they_take(monkeypatch: pytest.MonkeyPatch
     kv.states = RangeStates(snapshots={20: 0, 30: 1, 40: 2})
     assert room.gives_way(kv, 200)
     assert asked == [5000, 20_000]
+
+
+def test_as_much_as_is_planned_is_held() -> None:
+    """Slots that are no whole number of tokens, and keys, count as in the plan together."""
+    shape = KVShape.of([(2, 1, 3), None], 256)
+    [group], array = shape.groups, (StateArray((5,), "float64"),)
+    layout = StateLayout(((), array), torch.int64, 8)
+    keys = KVLayout(group, torch.int64)
+    assert layout.slot_bytes % keys.token_bytes
+    planned_bytes = 256 * keys.token_bytes + layout.num_bytes
+    budget = PageBudget(keys.address_bytes(SMALL_GROUP_BYTES) + layout.num_bytes)
+    pages = kv_pages(budget, [keys], layout)
+    room = KeptRoom(planned_bytes // keys.token_bytes, keys.token_bytes, 1 << 20)
+    cache = KVCache(
+        pages.storage, pages, rule=room, places=shape.places, states=paged_states(pages, layout)
+    )
+    for count in range(1, 5):
+        kv = cache.allocate(64)
+        for stop in (32, 64):
+            cache.of_pass(kv, slice(0, 32), stop)
+            cache.claim(kv, stop - 32, 32)
+            cache.end_pass([kv])
+            cache.snapshot(kv, may_drop=False)
+        assert len(cache.kept) == count - 1 and cache.num_unused_tokens == 256 - 64 * count
+        if count < 4:
+            cache.keep(kv, 64)
+    assert not cache._states.num_free and not room.num_given_up
+    pages.close()
 
 
 # Conversations

@@ -119,12 +119,14 @@ class Beside:
         return made
 
     def _has(self, one: Lineage, segment: Segment, known: IntArray) -> bool:
-        """Return True if `one` has the segment's first keys, and of the same tokens."""
-        first = segment.first_position
+        """Return True if `one` has the segment's first keys and states, and of the same tokens."""
+        first, cache = segment.first_position, self._subject.kv_cache
         if not np.array_equal(one.tokens[:first], known[:first]):
             return False
-        if first and self._subject.twin_cache.has_states and first not in one.states:
-            return False
+        if first and cache.has_states:
+            states = cache._states.content(segment.kv.states.before)
+            if first not in one.states or not torch.equal(one.states[first], states):
+                return False
         found = self._subject.kv_cache.rows(segment.kv, 0, first)
         wanted = self._subject.twin_cache.rows(one.kv, 0, first)
         return all(map(np.array_equal, found, wanted))

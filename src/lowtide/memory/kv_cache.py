@@ -316,7 +316,7 @@ class KVCache(TokenSpans[KVRange]):
                     self._kept.append(kv_range)
             if is_kept:
                 self._rule.copied(kv_range)
-                self.apply_rule()  # the source may be dropped again
+            self.apply_rule()  # the source has its states again, and may be dropped
         return made
 
     def begin_at(self, kv_range: KVRange, num_tokens: int) -> None:
@@ -394,6 +394,7 @@ class KVCache(TokenSpans[KVRange]):
         found = {num_tokens: store.content(states.before).numpy()}
         for place in snapshots:
             if place < num_tokens and store.num_free:
+                self.apply_rule(store.slot_bytes)
                 with suppress(PageError):
                     found[place] = store.content(store.new_snapshot(states, place)).numpy()
         return found
@@ -419,9 +420,9 @@ class KVCache(TokenSpans[KVRange]):
         while self._kept and self._pages.committed_bytes > left_bytes:
             self.free(self._kept[0])
 
-    def apply_rule(self, num_more: int = 0) -> None:
-        """Drop kept ranges, oldest first, while the rule says so for `num_more` further tokens."""
-        num_tokens = num_more + sum(map(self._weight, self._taken))
+    def apply_rule(self, more_bytes: int = 0) -> None:
+        """Drop kept ranges, oldest first, while the rule says so for `more_bytes` more."""
+        num_tokens = more_bytes // self._unit_bytes + sum(map(self._weight, self._taken))
         while self._kept and self._rule.gives_way(self._kept[0], num_tokens):
             num_tokens -= self._weight(self._kept[0])
             self.free(self._kept[0])
@@ -433,8 +434,6 @@ class KVCache(TokenSpans[KVRange]):
         """
         if self._pages is None:
             return
-        if kv_range.states is not None and not kv_range.states.has_memory:
-            self._commit_states(kv_range.states)
         # A window slides before it needs more than its capacity.
         needs = [
             (store, window, usable_with(window, num_tokens - window.first))
@@ -442,11 +441,15 @@ class KVCache(TokenSpans[KVRange]):
         ]
         num_usable = usable_with(kv_range, num_tokens)
         more_bytes = (num_usable - kv_range.num_usable) * self.token_bytes
+        if kv_range.states is not None and not kv_range.states.has_memory:
+            more_bytes += HALVES * self.snapshot_bytes
         for store, window, num_here in needs:
             more_bytes += (num_here - window.num_usable) * store.token_bytes
         if not more_bytes:
             return
-        self.apply_rule(-(-more_bytes // self._unit_bytes))
+        self.apply_rule(more_bytes)
+        if kv_range.states is not None:
+            self._commit_states(kv_range.states)
         for store, window, num_here in needs:
             store.commit_to(window, num_here)
         self.commit_to(kv_range, num_usable)
@@ -528,6 +531,7 @@ class KVCache(TokenSpans[KVRange]):
             return
         if not store.num_free and not (may_drop and self._kept and self._give_up_snapshot()):
             return
+        self.apply_rule(store.slot_bytes)
         with suppress(PageError):
             store.add_snapshot(states)
 
@@ -726,6 +730,8 @@ class KVCache(TokenSpans[KVRange]):
         while not self._have_unused(wanted):
             if not self._drop_copy(self._kept):
                 return
+        pairs = zip(self._windows, wanted, strict=True)
+        self.apply_rule(sum(store.token_bytes * num_here for store, num_here in pairs))
         made: list[Window] = []
         try:
             for store, window, first in zip(self._windows, kv_range.windows, firsts, strict=True):
@@ -758,16 +764,13 @@ class KVCache(TokenSpans[KVRange]):
         return self._states.num_free + sum(taken.num_snapshots for taken in self._taken)
 
     def _weight(self, kv_range: KVRange) -> int:
-        """Return the tokens that take as much memory as a range has."""
-        store, states = self._states, kv_range.states
-        num_tokens = kv_range.num_usable if self.token_bytes else 0
-        if store is not None and states is not None:
-            num_tokens += len(states.slots) * -(-store.slot_bytes // self._unit_bytes)
-        window_bytes = sum(
-            self._windows[index].token_bytes * window.num_usable
-            for index, window in kv_range.all_windows
-        )
-        return num_tokens - (-window_bytes // self._unit_bytes)
+        """Return the tokens that take as much memory as a range has, rounded down as a plan is."""
+        num_bytes = kv_range.num_usable * self.token_bytes
+        if kv_range.states is not None:
+            num_bytes += kv_range.states.num_held * self.snapshot_bytes
+        for index, window in kv_range.all_windows:
+            num_bytes += window.num_usable * self._windows[index].token_bytes
+        return num_bytes // self._unit_bytes
 
     def _take_slot(self, store: StateStore) -> int:
         """Take a slot, dropping snapshots if there is none."""

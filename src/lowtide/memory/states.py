@@ -87,6 +87,11 @@ class RangeStates:
         return [*own, *self.snapshots.values()]
 
     @property
+    def num_held(self) -> int:
+        """Number of slots with memory, where it is elastic."""
+        return len(self.slots) if self.has_memory else len(self.snapshots)
+
+    @property
     def places(self) -> list[int]:
         """The numbers of tokens behind which there are states."""
         return [*self.snapshots, *([] if self.before is None else [self.num_tokens])]

@@ -50,8 +50,9 @@ from lowtide.schemas.weights import ExpertTable
 
 DEFAULT_CONTEXT = 4096
 
-LEAST_STATE_SLOTS = 4
-"""Slots of states, each for one sequence: of one that runs two, and two for snapshots."""
+LEAST_STATE_SLOTS = 8
+"""Slots of states, each for one sequence: two of each of two that run, and two snapshots of each,
+without which their next turns would be computed from the beginning."""
 
 MOST_STATE_SLOTS = 64
 
