@@ -6,6 +6,7 @@ A minute: random models of three families that two libraries load and run.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from family_models import VOCAB, random_ids, write_model
 from gguf.constants import GGMLQuantizationType as Type
+from inside import engine_of
 from qwen_hybrid_files import random_model, write_hybrid
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +26,7 @@ from transformers import (
 from whole import check_second_turn
 
 from lowtide.config import AttentionSpec, DeltaNetSpec
-from lowtide.errors import ConfigError, UnsupportedError, UsageError
+from lowtide.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from lowtide.families import families, read_config
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.gguf_model import GgufModel
@@ -89,6 +91,60 @@ def test_a_second_turn_is_that_of_a_model_that_keeps_nothing(tmp_path: Path, dty
     folder = synth("qwen3_5_moe", "tiny", tmp_path / "model")
     budget = plan_model(folder, context=1024, dtype=dtype).full_bytes
     check_second_turn(folder, tmp_path / "kept", dtype, budget)
+
+
+# Qwen3-Next as newer tools store it
+
+
+def split(folder: Path, target: Path) -> Path:
+    """As Qwen3.5's projections: all queries, keys and values, gates, strengths, decays."""
+    shutil.copytree(folder, target)
+    config = json.loads((folder / "config.json").read_text())
+    heads, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    shared = config["linear_num_value_heads"] // heads
+    values = shared * config["linear_value_head_dim"]
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        own = tensor.view(heads, -1, tensor.shape[-1]) if ".in_proj_" in name else tensor
+        if ".in_proj_qkvz." in name:
+            *mixed, gates = (x.flatten(0, 1) for x in own.split([width, width, values, values], 1))
+            parts = {"qkv": torch.cat(mixed), "z": gates}
+        elif ".in_proj_ba." in name:
+            beta, time = (x.flatten(0, 1).contiguous() for x in own.split(shared, 1))
+            parts = {"b": beta, "a": time}
+        else:
+            tensors[name] = tensor
+            continue
+        prefix = name.partition("in_proj_")[0]
+        tensors |= {f"{prefix}in_proj_{part}.weight": x for part, x in parts.items()}
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_split_projections_are_the_fused_ones(tmp_path: Path) -> None:
+    """By the names in the files, wherever a model is opened."""
+    for seed in range(6):
+        fused = write_model("qwen3_next", seed, tmp_path / f"{seed}")
+        folder, token_ids = split(fused.folder, tmp_path / f"split {seed}"), random_ids(seed, 90)
+        expected = fused.oracle(token_ids)
+        with LLM(folder, context=256) as llm:
+            found = llm.logits(token_ids)
+            assert {"z.weight", "a.weight"} <= {
+                name.rpartition("in_proj_")[2] for name in engine_of(llm).model.weights
+            }
+        assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+        plans = [plan_model(each, context=256) for each in (folder, fused.folder)]
+        assert plans[0].host.dense_bytes == plans[1].host.dense_bytes
+
+
+def test_a_folder_with_half_of_the_split_projections_is_refused(tmp_path: Path) -> None:
+    folder = split(write_model("qwen3_next", 0, tmp_path / "fused").folder, tmp_path / "split")
+    tensors = load_file(folder / "model.safetensors")
+    [lost, *_] = sorted(name for name in tensors if name.endswith("in_proj_z.weight"))
+    del tensors[lost]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=lost):
+        plan_model(folder, context=64)
 
 
 # Models that also read images

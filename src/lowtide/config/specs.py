@@ -159,6 +159,7 @@ class DeltaNetSpec:
     kernel: int  # positions that the convolution sees
     is_tiled: bool = False  # value head h has key head h % key_heads; else neighbours share one
     is_fused: bool = False  # one projection makes a key head's queries, keys, values and gates
+    is_joint: bool = False  # one projection makes a key head's strengths and decays
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -30,6 +30,8 @@ class Family:
     decoder: the model's class as `module:Class`.
     gguf: the family in GGUF files, if supported.
     series: what its models are called beside `name`, such as "kimi_k2".
+    as_stored: the config of a checkpoint whose tensors have these names, of a family that is stored
+        in several ways.
     own_sizes: checkpoints that `synth` can make, for a family without a `NAME/sizes.json`.
     """
 
@@ -41,6 +43,7 @@ class Family:
     decoder: str
     gguf: GgufArchitecture | None = None
     series: tuple[str, ...] = ()
+    as_stored: Callable[[ModelConfig, Iterable[str]], ModelConfig] | None = None
     own_sizes: Mapping[str, SynthSize] | None = None
 
     def sizes(self) -> Mapping[str, SynthSize]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lowtide.config import (
@@ -44,6 +45,9 @@ TILED_KEY = "lowtide_value_heads_are_tiled"
 
 MAX_KERNEL = 64
 
+_APART = ("in_proj_b", "in_proj_a")  # strengths and decays
+_PROJECTION = re.compile(r"\.linear_attn\.in_proj_(\w+)\.")
+
 
 def read_layers(
     fields: Fields,
@@ -51,8 +55,9 @@ def read_layers(
     mlps: Sequence[DenseSpec | ExpertSpec],
     *,
     is_fused: bool = False,
+    is_joint: bool = False,
 ) -> ModelConfig:
-    """Read a model with these MLPs, layer by layer; is_fused: see `DeltaNetSpec`."""
+    """Read a model with these MLPs, layer by layer; is_fused, is_joint: see `DeltaNetSpec`."""
     fields.only("attention_bias", False)
     fields.only("attn_output_gate", True)
     gate = fields.text("output_gate_type", default="silu")
@@ -64,7 +69,8 @@ def read_layers(
         fields, can_stretch=True, usual_factor=0.25, has_qk_norm=True
     )
     mixers: Mapping[str, AttentionSpec | DeltaNetSpec]
-    mixers = {ATTENTION: replace(attention, has_gate=True), DELTA: _delta_net(fields, is_fused)}
+    delta = _delta_net(fields, is_fused, is_joint)
+    mixers = {ATTENTION: replace(attention, has_gate=True), DELTA: delta}
     layers = [
         LayerSpec(mixers[kind], own) for kind, own in zip(_layer_types(fields), mlps, strict=True)
     ]
@@ -76,7 +82,7 @@ def shared_size(fields: Fields) -> int:
     return keys.width(fields, "shared_expert_intermediate_size")
 
 
-def _delta_net(fields: Fields, is_fused: bool) -> DeltaNetSpec:
+def _delta_net(fields: Fields, is_fused: bool, is_joint: bool) -> DeltaNetSpec:
     return DeltaNetSpec(
         key_heads=fields.integer("linear_num_key_heads", low=1, high=MAX_HEADS),
         value_heads=fields.integer("linear_num_value_heads", low=1, high=MAX_HEADS),
@@ -85,6 +91,7 @@ def _delta_net(fields: Fields, is_fused: bool) -> DeltaNetSpec:
         kernel=fields.integer("linear_conv_kernel_dim", low=2, high=MAX_KERNEL),
         is_tiled=fields.boolean(TILED_KEY, default=False),
         is_fused=is_fused,
+        is_joint=is_joint,
     )
 
 
@@ -108,13 +115,19 @@ def _layer_types(fields: Fields) -> list[str]:
 
 
 def mixer_tensors(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-    """List the tensors of gated attention, or of a delta-net with separate projections."""
-    return _mixer(config, prefix, has_both=False)
-
-
-def mixer_tensors_by_key_head(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-    """List the same with strengths and decays in one product (Qwen3-Next)."""
-    return _mixer(config, prefix, has_both=True)
+    """List the tensors of gated attention, or of a delta-net."""
+    mixer, hidden = config.layers[0].mixer, config.hidden_size
+    if isinstance(mixer, DeltaNetSpec):
+        return _delta_tensors(mixer, config, prefix + "linear_attn.")
+    spec = config.mixer(AttentionSpec)
+    attention = prefix + "self_attn."
+    return [
+        TensorSpec(attention + "q_proj.weight", (2 * spec.query_size, hidden)),
+        TensorSpec(attention + "k_proj.weight", (spec.kv_size, hidden)),
+        TensorSpec(attention + "v_proj.weight", (spec.kv_size, hidden)),
+        TensorSpec(attention + "o_proj.weight", (hidden, spec.query_size)),
+        *(vector(f"{attention}{x}_norm.weight", spec.head_dim) for x in "qk"),
+    ]
 
 
 def moe_tensors(config: ModelConfig, prefix: str) -> list[TensorSpec]:
@@ -137,29 +150,29 @@ def with_centred_norms(schema: ModelSchema) -> ModelSchema:
     return replace(schema, dense=tuple(dense))
 
 
-def _mixer(config: ModelConfig, prefix: str, has_both: bool) -> list[TensorSpec]:
-    mixer, hidden = config.layers[0].mixer, config.hidden_size
-    if isinstance(mixer, DeltaNetSpec):
-        return _delta_tensors(mixer, config, prefix + "linear_attn.", has_both)
-    spec = config.mixer(AttentionSpec)
-    attention = prefix + "self_attn."
-    return [
-        TensorSpec(attention + "q_proj.weight", (2 * spec.query_size, hidden)),
-        TensorSpec(attention + "k_proj.weight", (spec.kv_size, hidden)),
-        TensorSpec(attention + "v_proj.weight", (spec.kv_size, hidden)),
-        TensorSpec(attention + "o_proj.weight", (hidden, spec.query_size)),
-        *(vector(f"{attention}{x}_norm.weight", spec.head_dim) for x in "qk"),
-    ]
+def as_stored(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
+    """Return the config with the projections of delta-nets that a checkpoint's tensors name.
+
+    Newer tools store Qwen3-Next's as Qwen3.5's are.
+    """
+    found = {match[1] for match in map(_PROJECTION.search, names) if match}
+
+    def stored(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.mixer, DeltaNetSpec):
+            return layer
+        is_fused = "qkvz" in found or ("qkv" not in found and layer.mixer.is_fused)
+        is_joint = "ba" in found or ("b" not in found and layer.mixer.is_joint)
+        return replace(layer, mixer=replace(layer.mixer, is_fused=is_fused, is_joint=is_joint))
+
+    return replace(config, layers=tuple(map(stored, config.layers)))
 
 
-def _delta_tensors(
-    spec: DeltaNetSpec, config: ModelConfig, prefix: str, has_both: bool
-) -> list[TensorSpec]:
+def _delta_tensors(spec: DeltaNetSpec, config: ModelConfig, prefix: str) -> list[TensorSpec]:
     hidden, heads, channels = config.hidden_size, spec.value_heads, spec.channels
     rows = {"in_proj_qkv": channels, "in_proj_z": spec.value_size}
     if spec.is_fused:
         rows = {"in_proj_qkvz": channels + spec.value_size}
-    rows |= {"in_proj_ba": 2 * heads} if has_both else {"in_proj_b": heads, "in_proj_a": heads}
+    rows |= {"in_proj_ba": 2 * heads} if spec.is_joint else dict.fromkeys(_APART, heads)
     # GGUF files have no dimension of one.
     conv = (channels, spec.kernel) if config.is_adjusted else (channels, 1, spec.kernel)
     return [

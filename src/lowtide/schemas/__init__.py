@@ -35,6 +35,7 @@ __all__ = [
     "SlotTarget",
     "TensorSpec",
     "WeightMap",
+    "as_stored",
     "assume",
     "bind",
     "model_schema",
@@ -46,6 +47,12 @@ __all__ = [
 def model_schema(config: ModelConfig) -> ModelSchema:
     """Return the schema of every tensor that a model of this config needs."""
     return families()[config.family].schema(config)
+
+
+def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Return the config of a model whose family is stored in several ways, as it is stored here."""
+    stored = families()[config.family].as_stored
+    return config if stored is None else stored(config, checkpoint.tensors)
 
 
 def stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> Checkpoint:

@@ -32,7 +32,7 @@ from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.plan import INT8_ROWS, check_is_named
 from lowtide.reading.by_expert import with_copy
-from lowtide.schemas import WeightMap, assume, bind, stored_matrices
+from lowtide.schemas import WeightMap, as_stored, assume, bind, stored_matrices
 from lowtide.threads.cores import Cores, keep_to, look_at
 from lowtide.threads.executor import set_cores_per_product
 
@@ -103,7 +103,9 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
     if found.gguf_files:
         checkpoint = found.gguf.checkpoint(config)
     else:
-        checkpoint = stored_matrices(config, found.checkpoint())
+        checkpoint = found.checkpoint()
+        config = as_stored(config, checkpoint)
+        checkpoint = stored_matrices(config, checkpoint)
     return _opened(found.path, options, config, bind(config, checkpoint))
 
 
@@ -120,7 +122,9 @@ def _open_path(path: Path, options: EngineConfig) -> OpenModel:
     folder, config = path, _checked(read_config_in(path, options.config_overrides), options)
     checkpoint = None
     if has_weights(folder):
-        checkpoint = stored_matrices(config, Checkpoint.open(folder))
+        checkpoint = Checkpoint.open(folder)
+        config = as_stored(config, checkpoint)
+        checkpoint = stored_matrices(config, checkpoint)
     weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
     return _opened(folder, options, config, weight_map, checkpoint, Tokenizer.load(folder))
 

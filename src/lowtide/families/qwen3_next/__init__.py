@@ -9,7 +9,8 @@ from lowtide.families.family import Family
 from lowtide.families.qwen import moe_layers
 from lowtide.families.qwen3_next.gguf import GGUF, SPLIT_KEY
 from lowtide.families.qwen_hybrid import (
-    mixer_tensors_by_key_head,
+    as_stored,
+    mixer_tensors,
     moe_tensors,
     read_layers,
     shared_size,
@@ -34,11 +35,11 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         for layer in range(keys.num_layers(fields))
     ]
     is_split = fields.boolean(SPLIT_KEY, default=False)
-    return read_layers(fields, origin, mlps, is_fused=not is_split)
+    return read_layers(fields, origin, mlps, is_fused=not is_split, is_joint=True)
 
 
 def schema(config: ModelConfig) -> ModelSchema:
-    return with_centred_norms(decoder(config, mixer_tensors_by_key_head, moe_tensors))
+    return with_centred_norms(decoder(config, mixer_tensors, moe_tensors))
 
 
 FAMILY = Family(
@@ -49,4 +50,5 @@ FAMILY = Family(
     schema=schema,
     decoder="lowtide.families.qwen3_5_moe.model:QwenHybrid",
     gguf=GGUF,
+    as_stored=as_stored,
 )
