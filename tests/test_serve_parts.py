@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,10 @@ from stop_strings import cut_at_stop
 from lowtide.config import Canvas
 from lowtide.decode.request import Draft
 from lowtide.errors import PlanError
-from lowtide.families import read_config_in
+from lowtide.families import families, read_config_in
 from lowtide.llm import plan_model
 from lowtide.model_folder.demos import DEMO_FOLDER
+from lowtide.model_writing.synth import write_checkpoint
 from lowtide.params import DiffusionParams
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, StopStrings
 from lowtide.parsing.pieces import (
@@ -348,6 +350,43 @@ def test_the_context_is_what_a_quarter_of_the_budget_has_room_for() -> None:
     assert 512 <= served_context(refusing, large, 512) <= 2000
     whole = replace(config, decoding=Canvas())
     assert served_context(plan_with, whole, 512) == 512
+
+
+WINDOWED: dict[str, dict[str, list[str]]] = {
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    # As Gemma: five of six layers see the last tokens alone, and take most of the bytes.
+    "gpt_oss, most": {"layer_types": [*["sliding_attention"] * 5, "full_attention"]},
+    "gpt_oss, no other": {"layer_types": ["sliding_attention"] * 4},
+    "qwen3_5_moe": {},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_context_is_the_largest_that_fits(name: str, tmp_path: Path) -> None:
+    """Where windows cap the caches of layers, and where there are states."""
+    family = name.partition(",")[0]
+    size = families()[family].sizes()["tiny"]
+    config = {**size.config, "max_position_embeddings": 1 << 20, **WINDOWED[name]}
+    if layer_types := WINDOWED[name].get("layer_types"):
+        config["num_hidden_layers"] = len(layer_types)
+    write_checkpoint(replace(size, config=config), tmp_path / "model")
+    asked: list[int] = []
+
+    def plan_with(context: int) -> MemoryPlan:
+        asked.append(context)
+        return plan_model(tmp_path / "model", host_memory="256MiB", context=context)
+
+    context = served_context(plan_with, read_config_in(tmp_path / "model", {}), 4096)
+    assert len(asked) <= 20 and 4096 < context
+
+    def taken(num_tokens: int) -> int:
+        tier = plan_with(num_tokens).fast_tier
+        return tier.kv_cache_bytes + tier.state_bytes
+
+    assert taken(context) <= (64 << 20)
+    assert context == 1 << 20 or taken(context + 256) > (64 << 20)
+    by_first_tokens = (64 << 20) * 4096 // taken(4096)
+    assert context > by_first_tokens // 256 * 256 - 256
 
 
 def test_who_is_told_that_the_context_is_short() -> None:

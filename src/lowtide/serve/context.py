@@ -28,20 +28,46 @@ def served_context(
     tier = plan_with(least).fast_tier
     if not config.decoding.keeps_keys or not tier.kv_cache_bytes:
         return least  # every pass has the whole text: more room makes all passes larger
-    bytes_per_token = tier.kv_cache_bytes / least
-    room = int(tier.budget_bytes / KV_SHARE / bytes_per_token)
-    context = min(config.max_positions, room // _STEP_TOKENS * _STEP_TOKENS)
-    while context > least:
+
+    def spare_bytes(context: int) -> int | None:
+        """Return the bytes that the share has beyond such a context; None: it cannot be planned."""
         try:
             found = plan_with(context).fast_tier
         except PlanError:  # what else grows with it takes the rest
-            context //= 2
-            continue
-        taken = (found.kv_cache_bytes + found.state_bytes) * KV_SHARE / found.budget_bytes
-        if not found.state_bytes or taken <= 1:
-            return context
-        context = min(context - 1, int(context / taken)) // _STEP_TOKENS * _STEP_TOKENS
-    return least
+            return None
+        of_keys = tier.budget_bytes // KV_SHARE - found.kv_cache_bytes
+        of_all = found.budget_bytes // KV_SHARE - found.kv_cache_bytes - found.state_bytes
+        return min(of_keys, of_all)
+
+    return _largest(spare_bytes, least, config.max_positions)
+
+
+def _largest(spare_bytes: Callable[[int], int | None], least: int, most: int) -> int:
+    """Return the largest context with bytes to spare, in whole steps, or one of the bounds.
+
+    The bytes that a token takes differ from context to context (windows keep the last tokens
+    alone), so contexts are tried: where a straight line between the bounds meets zero, and
+    half-way between them after two tries on the same side.
+    """
+    low, high = least, most
+    below, beyond = spare_bytes(low), spare_bytes(high)
+    if low == high or below is None or below < 0:
+        return low
+    if beyond is not None and beyond >= 0:
+        return high
+    num_same, was_low = 0, False
+    while (first := low // _STEP_TOKENS + 1) <= (last := (high - 1) // _STEP_TOKENS):
+        share = 0.5 if beyond is None or num_same > 1 else below / (below - beyond)
+        step = int(low + share * (high - low)) // _STEP_TOKENS
+        tried = min(max(step, first), last) * _STEP_TOKENS
+        found = spare_bytes(tried)
+        is_low = found is not None and found >= 0
+        num_same, was_low = num_same + 1 if is_low == was_low else 1, is_low
+        if found is not None and found >= 0:
+            low, below = tried, found
+        else:
+            high, beyond = tried, found
+    return low
 
 
 def agent_note(context: int) -> str:
