@@ -24,7 +24,7 @@ constexpr long MOST_ROUNDED = 16;  // rows with which weights are multiplied bef
 
 #ifdef HAS_VNNI
 
-// Quarter q of rows[i] has four words; then rows[w] has in quarter q of each row i its word w.
+// Transposes quarters: word w of quarter q of rows[i] becomes lane 4 q + i of rows[w].
 VNNI INLINED void unpack_four(__m512i (&rows)[4]) {
     const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]);
     const __m512i b = _mm512_unpackhi_epi32(rows[0], rows[1]);
@@ -34,7 +34,7 @@ VNNI INLINED void unpack_four(__m512i (&rows)[4]) {
     rows[2] = _mm512_unpacklo_epi64(b, d), rows[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-// Sums of quarters: 0 and 1 of a, 2 and 3 of a, then of b.
+// Adds quarters 0 and 1 of `a`, 2 and 3 of `a`, then those of `b`.
 VNNI INLINED __m512i quarters_added(__m512i a, __m512i b) {
     return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }

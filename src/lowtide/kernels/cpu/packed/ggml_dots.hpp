@@ -1,5 +1,6 @@
-// Products with the blocks of `ggml_vectors.hpp` out of the registers that they are unpacked into:
-// the sums of tiles.hpp, so the same bits as those of weights that were unpacked before.
+// Dot products of rows of x with GGML's blocks, which are multiplied in the registers that they are
+// unpacked into. They add up in the order of dense/tiles.hpp, so they have the same bits as products
+// with weights that were unpacked to memory first.
 
 #pragma once
 
@@ -12,10 +13,11 @@ namespace lowtide {
 namespace ggml {
 namespace vectors {
 
-// Rows of weights that are taken at a time, so many that no sum waits for its last addition.
+// Rows of weights multiplied at a time. Each has its own sums: with four of them an addition need not
+// wait for the one before it.
 constexpr int OUTS = 4;
 
-// 32 elements of `rows` rows of x with as many of each row of weights.
+// Adds to `lanes` the products of 32 elements of each row of x and of each row of weights.
 template <int rows>
 AVX512_BF16 INLINED void add_products(
     const bf16* x, long x_stride, const __m512i (&weights)[OUTS], __m512 (&lanes)[rows][OUTS]
@@ -27,7 +29,8 @@ AVX512_BF16 INLINED void add_products(
     }
 }
 
-// The same with blocks at rows' ends, by way of memory.
+// Adds the products of the blocks that are left at the rows' ends, fewer than a span has. These are
+// unpacked to memory first.
 template <class Type, int rows>
 AVX512_BF16 INLINED void add_rest(
     const bf16* x, long x_stride, const u8* const (&b)[OUTS], long num_blocks,
@@ -45,7 +48,8 @@ AVX512_BF16 INLINED void add_rest(
     }
 }
 
-// The same with 256 of each, which begin at `b`: those of a step at a time, of one row after another.
+// Adds the products of one span, 256 weights of each row from `b` on. A step unpacks its part of all
+// rows before it multiplies, so weights stay in registers.
 template <class Type, int rows>
 AVX512_BF16 INLINED void add_span(
     const bf16* x, long x_stride, const u8* const (&b)[OUTS], Span<Type> (&spans)[OUTS],
@@ -64,7 +68,7 @@ AVX512_BF16 INLINED void add_span(
     }
 }
 
-// Sums of `rows` rows of x with `OUTS` rows of weights, `num_blocks` of each.
+// Dot products of `rows` rows of x with OUTS rows of weights, which have `num_blocks` blocks each.
 template <class Type>
 struct SpanDots {
     template <int rows>

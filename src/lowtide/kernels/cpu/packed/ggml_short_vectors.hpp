@@ -1,17 +1,18 @@
-// Blocks of 32 weights of `ggml_types.hpp` to bfloat16 by AVX-512 with bfloat16: the same bits.
+// Unpacks GGML's types with blocks of 32 weights to bfloat16, by AVX-512 with bfloat16, to the same
+// bits as ggml_types.hpp.
 //
-// A number of four or five bits has but few weights in its group. They are made and rounded once, a
-// table in one register that vpermw looks 32 numbers up in. It goes by an index's lowest five bits:
-// where a group has 16 weights, a table is of two groups, or they are in it twice and the fifth bit
-// means nothing.
+// A group of numbers of four or five bits has at most 16 or 32 different weights. These are computed
+// and rounded once, as a table in one register, in which vpermw looks up 32 numbers. It goes by the
+// lowest five bits of an index: a table of 16 weights shares the register with that of another group,
+// or stands there twice, so that the fifth bit does not matter.
 //
-// vcvtne2ps2bf16 takes numbers below 2^-126 for 0. Only MXFP4 has such, and its are exact.
+// vcvtne2ps2bf16 takes numbers below 2^-126 for 0. Only MXFP4 has such weights, and they are never
+// rounded: bfloat16 has them exactly.
 //
-// Ports that move and convert are what these wait for, and broadcasts from memory go by none: the
-// scales of blocks of 32 weights are made ready for eight of them at once.
+// Shuffles and conversions share the busiest ports. A broadcast from memory uses none of these, so the
+// scales of eight blocks are converted and stored together, and broadcast from there.
 //
-// 32 weights after the other are handed to a `take(number, weights)`, which stores them or
-// multiplies with them.
+// 32 weights at a time are handed to a `take(number, weights)`, which stores or multiplies them.
 
 #pragma once
 
@@ -49,7 +50,7 @@ AVX512_BF16 INLINED __m512 half_everywhere(const u8* half) {
     return _mm512_cvtph_ps(_mm256_set1_epi16(number_at<short>(half)));
 }
 
-// Lanes 0 to 7 of one float16, the others of the next.
+// Lanes 0 to 7 have the first float16, the others have the second.
 AVX512_BF16 INLINED __m512 two_halves(const u8* halves) {
     return _mm512_cvtph_ps(
         _mm256_set_m128i(
@@ -57,15 +58,17 @@ AVX512_BF16 INLINED __m512 two_halves(const u8* halves) {
             _mm_set1_epi16(number_at<short>(halves))));
 }
 
-// One float32 of memory in all lanes, as an integer: compilers make that vpbroadcastd, for which no
-// unit is needed, where vbroadcastss goes by one that shuffles (docs/log).
+// Broadcasts a float32 from memory. It is broadcast as an integer, since compilers make vpbroadcastd
+// of that, which is a load alone; of a float they make a vbroadcastss that uses the shuffle port
+// (docs/log).
 AVX512_BF16 INLINED __m512 everywhere(const float& value) {
     std::int32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
 }
 
-// What was written is broadcast from there: compilers would rather shuffle it out of a register.
+// Keeps the compiler from holding these numbers in registers, out of which it would shuffle them. They
+// are broadcast from memory.
 INLINED void stays_in_memory(const void* numbers) {
     asm volatile("" : : "r"(numbers) : "memory");
 }
@@ -80,7 +83,7 @@ AVX512_BF16 INLINED __m512i look_up(__m512i numbers, __m512i table) {
     return _mm512_permutexvar_epi16(numbers, table);
 }
 
-// The bits of `mask` of one, the others of the other.
+// Takes the bits of `one` where `mask` has ones, those of `other` elsewhere.
 AVX512_BF16 INLINED __m512i chosen(__m512i mask, __m512i one, __m512i other) {
     return _mm512_ternarylogic_epi32(mask, one, other, 0xca);
 }
@@ -89,9 +92,9 @@ AVX512_BF16 INLINED __m512i words(int number) {
     return _mm512_set1_epi16(static_cast<short>(number));
 }
 
-constexpr int AND_OR = 0xea;  // for vpternlogd: the first two, or the third
+constexpr int AND_OR = 0xea;  // for vpternlogd: (a & b) | c
 
-// Numbers' lowest four bits, looked up in the first half of a table, and in the second.
+// Look the lowest four bits of numbers up in the first half of a table, or in the second.
 AVX512_BF16 INLINED __m512i look_up_first(__m512i numbers, __m512i table) {
     return look_up(_mm512_and_si512(numbers, words(15)), table);
 }
@@ -108,33 +111,34 @@ AVX512_BF16 INLINED __m512i left(__m512i numbers, int count) {
     return _mm512_sll_epi16(numbers, _mm_cvtsi32_si128(count));
 }
 
-// Numbers of 16 bytes: the low halves, then the high ones. Above each there may be other bits.
+// The low nibbles of 16 bytes, then the high ones, each in 16 bits. Only the lowest four are those of
+// the nibble.
 AVX512_BF16 INLINED __m512i nibbles(const u8* q) {
     const __m512i twice = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(sixteen(q)));
     const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
     return _mm512_srlv_epi16(twice, shifts);
 }
 
-// Numbers of 32 fifth bits, then 16 bytes of the others.
+// Numbers of five bits: 32 fifth bits are at `h`, then 16 bytes of nibbles.
 AVX512_BF16 INLINED __m512i five_bits(const u8* h) {
     const __m512i low = _mm512_and_si512(nibbles(h + 4), words(15));
     return _mm512_mask_add_epi16(low, number_at<std::uint32_t>(h), low, words(16));
 }
 
-// 32 signed bytes with a scale for each 16.
+// Multiplies 32 signed bytes: the first 16 by `lower`, the others by `upper`.
 AVX512_BF16 INLINED __m512i scaled(__m128i low, __m128i high, __m512 lower, __m512 upper) {
     return rounded(
         _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low)), lower),
         _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high)), upper));
 }
 
+// A type with blocks of 32 weights. `weights(b, d, m)` unpacks the block at `b`, whose scale is `d` and
+// whose offset, if the type has one, is `m`.
+//
+// A type of four bits has `sixteen(d, m)` instead, the weights that its numbers stand for, and
+// NUMBERS, where a block has the numbers: two blocks share a table.
 template <class Type>
 struct Block;
-
-// Blocks of types that have 32 weights in each: `weights` is given a block's scale and, if it has
-// one, its offset, which is the second float16.
-
-// Where a block has numbers of four bits, its weights are looked up.
 
 template <>
 struct Block<Q4_0> {
@@ -193,7 +197,8 @@ struct Block<Q8_0> {
     }
 };
 
-// Two bits each, which the upper half of a float32 has: these are looked up.
+// A weight has two significant bits, so the upper half of its float32 is the bfloat16. The table is of
+// float32s, and an index 2 n + 1 finds the upper half of the one at n.
 template <>
 struct Block<Mxfp4> {
     AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512) {
@@ -203,7 +208,7 @@ struct Block<Mxfp4> {
     }
 };
 
-// The scales of up to eight blocks, and their offsets.
+// Writes the scales of up to eight blocks to `d`, and their offsets to `m`.
 template <class Type>
 AVX512_BF16 INLINED void scales_of_blocks(const u8* b, long num_blocks, float* d, float* m) {
     if constexpr (std::is_same_v<Type, Mxfp4>) {
@@ -224,9 +229,10 @@ AVX512_BF16 INLINED void scales_of_blocks(const u8* b, long num_blocks, float* d
     }
 }
 
-// 256 weights that lie one after the other in a row. What they are made with is brought to memory
-// first (`begin`), of some rows of weights at a time, so that no product waits for it; then they are
-// made in `STEPS` steps, 32 in each register. Here: eight blocks of 32.
+// 256 consecutive weights of a row: here eight blocks of 32, in specialisations a block of 256.
+//
+// `begin` stores their scales and offsets. A caller begins the spans of several rows together, so that
+// no product waits for these. Each of `STEPS` steps then makes weights, 32 in a register.
 template <class Type>
 struct Span {
     static constexpr int STEPS = 4;
@@ -242,7 +248,7 @@ struct Span {
         two(b + 2 * number * Type::BYTES, 2 * number, Type::BYTES, out);
     }
 
-    // Blocks `i` and i + 1, which begin at `b` and so many bytes behind it.
+    // Unpacks block `i`, which begins at `b`, and block i + 1, which begins `distance` bytes behind it.
     AVX512_BF16 INLINED void two(const u8* b, long i, long distance, __m512i (&out)[2]) const {
         using Of = Block<Type>;
         const u8* const second = b + distance;
@@ -257,7 +263,7 @@ struct Span {
         }
     }
 
-    // Fewer blocks than eight; where there is no second one, the first is read twice.
+    // Unpacks fewer than eight blocks, by twos. The last one, if it is alone, is read twice.
     template <class Take>
     AVX512_BF16 INLINED void some(const u8* b, long num_blocks, long start, Take& take) {
         begin(b, num_blocks);

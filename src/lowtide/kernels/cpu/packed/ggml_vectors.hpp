@@ -1,5 +1,5 @@
-// The blocks of `ggml_types.hpp` to bfloat16, as ggml_short_vectors.hpp makes those of 32 weights;
-// here are those of 256.
+// Unpacks GGML's types with blocks of 256 weights to bfloat16. ggml_short_vectors.hpp says how, and
+// does so for blocks of 32.
 
 #pragma once
 
@@ -12,7 +12,8 @@ namespace lowtide {
 namespace ggml {
 namespace vectors {
 
-// Eight groups' scales, then their offsets: six bits each, times the block's two factors.
+// Writes the eight scales of a Q4_K or Q5_K block, then its eight offsets: numbers of six bits, times
+// the block's `d` and `dmin`.
 AVX512_BF16 INLINED void scales_and_offsets(const u8* b, float* out) {
     const auto low = number_at<std::uint32_t>(b + 4), middle = number_at<std::uint32_t>(b + 8);
     const auto high = number_at<std::uint32_t>(b + 12);
@@ -27,7 +28,7 @@ AVX512_BF16 INLINED void scales_and_offsets(const u8* b, float* out) {
     stays_in_memory(out);
 }
 
-// The scales and offsets of types that have such scales.
+// What Q4_K and Q5_K have in common: their blocks begin alike.
 struct SixBits {
     static constexpr int STEPS = 4;
 
@@ -70,8 +71,8 @@ struct Span<Q5K> : SixBits {
     }
 };
 
-// Numbers of six bits are made 64 at a time and widened from where they are stored, since a load
-// that widens takes one place where a part of a register would take two.
+// Numbers of six bits are assembled 64 at a time, stored, and widened by loads: that uses the shuffle
+// port once, where taking a part out of a register first would use it twice.
 template <>
 struct Span<Q6K> {
     static constexpr int STEPS = 4;
@@ -97,11 +98,13 @@ struct Span<Q6K> {
         }
     }
 
-    // The low halves of 64 bytes, then the high ones, each with two bits more of 32 bytes.
+    // Makes 128 numbers of the low nibbles of 64 bytes, then of the high ones. Their two upper bits are
+    // in 32 other bytes, each of which has those of four numbers.
     AVX512_BF16 static INLINED void numbers_of_half(const u8* b, int half, u8* out) {
         const __m512i q = _mm512_loadu_si512(b + 64 * half);
         const __m512i h = _mm512_broadcast_i64x4(thirty_two(b + 128 + 32 * half));
-        // To the fifth and sixth bit: bits 0 and 1 of the first 32, 2 and 3 of the others.
+        // Rotations that bring two bits of a byte to bits 4 and 5: bits 0 and 1 for the first 32
+        // numbers, 2 and 3 for the next, then (`later`) 4 to 7.
         const __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(4), _mm256_set1_epi32(2), 1);
         const __m512i later = _mm512_sub_epi32(turns, _mm512_set1_epi32(4));
         _mm512_store_si512(out, six_bits(q, _mm512_rolv_epi32(h, turns)));
@@ -109,7 +112,7 @@ struct Span<Q6K> {
             out + 64, six_bits(_mm512_srli_epi16(q, 4), _mm512_rolv_epi32(h, later)));
     }
 
-    // Signed bytes.
+    // Joins numbers' lower four bits and upper two, and subtracts 32 as Q6_K does: signed bytes.
     AVX512_BF16 static INLINED __m512i six_bits(__m512i four, __m512i two) {
         const __m512i low = _mm512_and_si512(four, _mm512_set1_epi8(15));
         const __m512i six = _mm512_ternarylogic_epi32(two, _mm512_set1_epi8(0x30), low, 0xea);
@@ -117,7 +120,7 @@ struct Span<Q6K> {
     }
 };
 
-// A table has eight groups of four weights.
+// A group has four different weights, so a table of 32 serves eight groups.
 template <>
 struct Span<Q2K> {
     static constexpr int STEPS = 2;
@@ -154,7 +157,7 @@ struct Span<Q2K> {
     }
 };
 
-// A table has four groups of eight weights.
+// A group has eight different weights, so a table of 32 serves four groups.
 template <>
 struct Span<Q3K> {
     static constexpr int STEPS = 4;
@@ -224,7 +227,7 @@ struct Span<Iq4Xs> {
     }
 };
 
-// Where a type has a grid: numbers with a sign, 32 at a time.
+// Types whose numbers are looked up in a grid: 32 signed numbers at a time, which are then scaled.
 template <class Type>
 struct GridSpan {
     static constexpr int STEPS = 4;
@@ -259,11 +262,11 @@ constexpr long SPAN = 256;
 template <class Type>
 constexpr long BLOCKS_OF_SPAN = SPAN / Type::SIZE;
 
-// Registers that a step makes.
+// Registers of 32 weights that a step makes.
 template <class Type>
 constexpr int PARTS = 8 / Span<Type>::STEPS;
 
-// Blocks, one after the other, as far as there are.
+// Unpacks consecutive blocks and hands them to `take`, 32 weights at a time.
 template <class Type, class Take>
 AVX512_BF16 INLINED void unpack_blocks(const u8* stored, long num_blocks, Take& take) {
     Span<Type> span;

@@ -1,4 +1,4 @@
-// `Sixteen` of the types with blocks of 256 weights: two blocks, or one with groups of 16.
+// `Sixteen` of the types with blocks of 256 weights: two blocks of eight groups, or one of sixteen.
 
 #pragma once
 
@@ -9,7 +9,8 @@
 namespace lowtide {
 namespace ggml {
 
-// Words of two blocks of eight groups, 32 bytes for two groups: one's numbers are the low halves.
+// Q4_K and Q5_K, whose blocks have eight groups. Two groups share 32 bytes: the even one has the low
+// nibbles, the odd one the high ones.
 template <class Type>
 struct PairedGroups : HalvedGroups {
     static constexpr int ZERO = 0;
@@ -28,7 +29,7 @@ struct PairedGroups : HalvedGroups {
         offset = _mm512_mul_ps(halves_of_two(b.first + 2, b.second + 2), unsigned_floats(offsets));
     }
 
-    // A block's eight scales and eight offsets.
+    // A block's eight scales, then its eight offsets.
     VNNI static INLINED __m128i six_bits_of_eight(const u8* b) {
         constexpr std::uint32_t SIX = 0x3f3f3f3f, FOUR = 0x0f0f0f0f, TWO = 0x03030303;
         const auto low = number_at<std::uint32_t>(b + 4), middle = number_at<std::uint32_t>(b + 8);
@@ -39,7 +40,7 @@ struct PairedGroups : HalvedGroups {
                               static_cast<long long>(scales << 32 | (low & SIX)));
     }
 
-    // at: where a block has its numbers. The lower halves' are of even groups.
+    // Loads the nibbles of both blocks, which a block has at `at`.
     VNNI static INLINED void load_pairs(const Halves& b, int at, __m512i (&rows)[4]) {
         UNROLLED for (int i = 0; i < 4; ++i)
             rows[i] = _mm512_loadu_si512((i < 2 ? b.first : b.second) + at + i % 2 * 64);
@@ -69,7 +70,8 @@ struct Sixteen<Q5K> : PairedGroups<Q5K> {
         const __m512i first = twice(b.first + 16), second = twice(b.second + 16);
         __m512i fifth[4] = {first, first, second, second};
         unpack_four(fifth);
-        // From a group's bit to the fifth: bits 0, 2, 4 and 6 of even groups, the others of odd ones.
+        // Rotations that bring a group's bit to bit 4: bits 0, 2, 4 and 6 of a byte belong to even
+        // groups, the others to odd ones.
         const __m512i turns = _mm512_setr_epi32(
             4, 0, 4, 0, 4, 0, 4, 0, 2, -2, 2, -2, 2, -2, 2, -2);
         const __m512i one_less = _mm512_sub_epi32(turns, _mm512_set1_epi32(1));
@@ -111,7 +113,7 @@ struct Sixteen<Q6K> : SmallGroups {
         const u8* const b = of_block.first;
         scale = _mm512_mul_ps(
             half_everywhere(b + 208), signed_floats(turned(sixteen_bytes(b + 192))));
-        // Two bits of a byte for each of four groups, to the fifth and sixth.
+        // Rotations that bring a group's two bits to bits 4 and 5: a byte has those of four groups.
         const __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(4), _mm256_set1_epi32(2), 1);
         const __m512i two = bytes_of(0x30);
         UNROLLED for (int half = 0; half < 2; ++half) {
@@ -125,14 +127,14 @@ struct Sixteen<Q6K> : SmallGroups {
     }
 };
 
-// Words of types with two bits of a byte for each of four groups.
+// Types whose bytes have two bits of each of four groups.
 struct TwoBits : SmallGroups {
     static constexpr int group(int lane) {
         return lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
     }
     static constexpr Word word(int number, int lane) { return {group(lane), number}; }
 
-    // Numbers of groups in order, to the lanes of theirs.
+    // Moves sixteen groups' numbers from their order to lanes.
     VNNI static INLINED __m128i in_lanes(__m128i bytes) {
         return _mm_shuffle_epi8(
             bytes, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
@@ -181,7 +183,8 @@ struct Sixteen<Q3K> : TwoBits {
             _mm512_sub_epi32(_mm512_cvtepu8_epi32(numbers), _mm512_set1_epi32(32));
         scale = _mm512_mul_ps(half_everywhere(b + 108), _mm512_cvtepi32_ps(of_groups));
         load_two(b + 32);
-        // To the third bit: bits 0 to 3 of the first eight groups, the others of the others.
+        // Rotations that bring a group's bit to bit 2: bits 0 to 3 of a byte belong to the first eight
+        // groups, the others to the others.
         const __m512i third = twice(b);
         __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(2), _mm256_set1_epi32(-2), 1);
         UNROLLED for (int i = 0; i < 4; ++i) {

@@ -1,16 +1,17 @@
-// Sixteen groups of a row of weights in one of ggml's packed types, as vpdpbusd takes them: numbers
-// without a sign, four to a word, in registers whose lanes are groups. What all types have:
+// Loads sixteen groups of a row of weights, in one of GGML's types, as vpdpbusd takes them: unsigned
+// bytes, four to a word of 32 bits, in registers whose lanes are groups. `Sixteen<Type>` has:
 //
-//     NUM_WORDS           of a group, and registers
-//     ZERO                that numbers stand above themselves by
-//     load(b)             of the groups' blocks, in two halves at b
-//     of, scale, offset   the words, and what each group has once
-//     group(lane)         whose lane it is, of `scale` and of what `dots` answers
-//     word(number, lane)  which word of which group a register has in a lane
+//     NUM_WORDS           words of a group, and number of registers
+//     ZERO                what was added to each number to make it unsigned
+//     load(b)             loads the groups from blocks, which lie in two halves at `b`
+//     of                  the registers of words
+//     scale, offset       one of each group, in its lane
+//     group(lane)         the group whose scale, and whose sum of `dots`, a lane has
+//     word(number, lane)  the word and its group that register `number` has in a lane
 //
-// Words come into their lanes by `unpack_four`: where quarter q of four registers had words of some
-// group, lane 4 q + i is that of register i. In some types a group's words are in two quarters, which
-// are added to each other once they are sums.
+// `unpack_four` brings words into their lanes: the group whose words were quarter q of register i is
+// then lane 4 q + i of all four registers. A type may have a group's words in two quarters; their sums
+// are added to each other at the end.
 
 #pragma once
 
@@ -40,7 +41,7 @@ VNNI INLINED __m512i twice(const u8* from) {
 
 VNNI INLINED __m512i bytes_of(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 
-// Bytes' low halves, and their high ones.
+// The low nibbles of bytes, and the high ones.
 VNNI INLINED __m512i low_halves(__m512i bytes) { return _mm512_and_si512(bytes, bytes_of(15)); }
 
 VNNI INLINED __m512i high_halves(__m512i bytes) { return low_halves(_mm512_srli_epi16(bytes, 4)); }
@@ -50,8 +51,8 @@ VNNI INLINED __m512i masked_or(__m512i a, __m512i mask, __m512i b) {
     return _mm512_ternarylogic_epi32(a, mask, b, 0xea);
 }
 
-// Where blocks of sixteen groups are: of the first eight, and of the others. What is in one block has
-// no second half.
+// Where the blocks of sixteen groups begin: those of the first eight groups, and those of the others. A
+// block that has all sixteen is at `first`.
 struct Halves {
     const u8 *first, *second;
 
@@ -61,7 +62,8 @@ struct Halves {
     }
 };
 
-// What each of sixteen blocks has at `offset`. Scalar loads and stores would be as many as blocks.
+// The two bytes that each of sixteen blocks has at `offset`. Whole registers are loaded and permuted:
+// scalar loads and stores would be sixteen of each.
 template <class Type, int offset>
 VNNI INLINED __m256i words_of_blocks(const Halves& b) {
     using Words = WordsKept<Type, offset>;
@@ -77,7 +79,7 @@ VNNI INLINED __m512 halves_of_blocks(const Halves& b) {
     return _mm512_cvtph_ps(words_of_blocks<Type, offset>(b));
 }
 
-// Lanes i, of every quarter alike, have the float16 at `first` where i < 2, else that at `second`.
+// In every quarter lanes 0 and 1 have the float16 at `first`, lanes 2 and 3 that at `second`.
 VNNI INLINED __m512 halves_of_two(const u8* first, const u8* second) {
     const std::uint64_t low = number_at<std::uint16_t>(first) * 0x10001u;
     const std::uint64_t high = number_at<std::uint16_t>(second) * 0x10001u;
@@ -96,19 +98,19 @@ VNNI INLINED __m512 signed_floats(__m128i bytes) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
-// Sixteen numbers of groups in order, to lanes 4 q + i of groups 4 i + q.
+// Moves sixteen groups' numbers from their order to lanes: that of group 4 i + q to lane 4 q + i.
 VNNI INLINED __m128i turned(__m128i bytes) {
     return _mm_shuffle_epi8(
         bytes, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
 }
 
-// Groups of 32 weights whose words all are in lanes of theirs.
+// Groups of 32 weights, each with all of its words in one lane.
 struct WholeGroups {
     static constexpr int NUM_WORDS = 8;
     __m512i of[NUM_WORDS];
     __m512 scale, offset;
 
-    // starts: in each lane what is added to it.
+    // starts: added to the sums, lane by lane.
     VNNI INLINED __m512i dots(const i8* x, __m512i starts) const {
         __m512i low = starts, high = _mm512_setzero_si512();
         UNROLLED for (int i = 0; i < 4; ++i) {
@@ -119,7 +121,8 @@ struct WholeGroups {
     }
 };
 
-// Groups of 32 weights in two quarters each: eight groups in the first four registers.
+// Groups of 32 weights, each in lanes of two quarters: eight groups in the first four registers, eight
+// in the others.
 struct HalvedGroups {
     static constexpr int NUM_WORDS = 8;
     __m512i of[NUM_WORDS];
@@ -135,7 +138,7 @@ struct HalvedGroups {
     }
 };
 
-// Groups of 16 weights.
+// Groups of 16 weights, each with all of its words in one lane.
 struct SmallGroups {
     static constexpr int NUM_WORDS = 4;
     __m512i of[NUM_WORDS];
@@ -151,7 +154,7 @@ struct SmallGroups {
     }
 };
 
-// What four bits stand for, and above that.
+// The values that four bits stand for, raised until none is negative.
 struct Table {
     u8 bytes[16];
 };
@@ -170,13 +173,15 @@ constexpr Table MXFP4_TABLE = raised(MXFP4_VALUES, MXFP4_ZERO);
 template <class Type>
 struct Sixteen;
 
-// Words of 16 blocks, each with 16 bytes of low halves and high ones.
+// Types whose blocks are groups of 32 numbers of four bits, in 16 bytes: first the low nibbles, then the
+// high ones.
 template <class Type>
 struct Nibbles : WholeGroups {
     static constexpr int group(int lane) { return lane; }
     static constexpr Word word(int number, int lane) { return {lane, number}; }
 
-    // To `of`, four registers with a group's sixteen bytes in each quarter. at: where a block has them.
+    // Loads into the first four registers the sixteen bytes that each block has at `at`, a block in
+    // each quarter.
     VNNI INLINED void load_bytes(const Halves& b, int at) {
         const auto bytes = [&](int block) VNNI INLINED_LAMBDA {
             return sixteen_bytes(b.template block<Type>(block) + at);
@@ -194,7 +199,7 @@ struct Nibbles : WholeGroups {
         split();
     }
 
-    // Splits those registers.
+    // Splits the bytes of those four registers into words of low and of high nibbles.
     VNNI INLINED void split() {
         __m512i rows[4] = {of[0], of[1], of[2], of[3]};
         unpack_four(rows);
@@ -204,14 +209,14 @@ struct Nibbles : WholeGroups {
         }
     }
 
-    // Numbers become the values that they stand for.
+    // Replaces numbers by the values that they stand for.
     VNNI INLINED void look_up(const Table& table) {
         const __m512i values = _mm512_broadcast_i32x4(sixteen_bytes(table.bytes));
         UNROLLED for (int i = 0; i < 8; ++i) of[i] = _mm512_shuffle_epi8(values, of[i]);
     }
 };
 
-// Words of 16 blocks with 32 fifth bits at `at` and the others behind them.
+// Types whose blocks have 32 fifth bits, at `at`, and the nibbles behind them.
 template <class Type>
 struct FiveBits : Nibbles<Type> {
     template <int at>
@@ -221,7 +226,8 @@ struct FiveBits : Nibbles<Type> {
             _mm512_cvtepu16_epi32(words_of_blocks<Type, at>(b)),
             _mm512_slli_epi32(_mm512_cvtepu16_epi32(words_of_blocks<Type, at + 2>(b)), 16));
         UNROLLED for (int i = 0; i < 8; ++i) {
-            // Four bits, of half a byte, for a word's four numbers.
+            // The fifth bits of a word's four numbers are half a byte: that byte is copied to all
+            // four, and each tests its own bit.
             const __m512i byte = _mm512_shuffle_epi8(
                 fifth, _mm512_set4_epi32(0x0c0c0c0c + i / 2 * 0x01010101,
                                          0x08080808 + i / 2 * 0x01010101,
@@ -292,7 +298,7 @@ struct Sixteen<Iq4Nl> : Nibbles<Iq4Nl> {
     }
 };
 
-// As `mxfp4_scale`.
+// `mxfp4_scale` of sixteen blocks.
 VNNI INLINED __m512 mxfp4_scales(__m512i e) {
     const __m512i usual = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
     return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(
@@ -305,7 +311,7 @@ struct Sixteen<Mxfp4> : Nibbles<Mxfp4> {
     static constexpr int ZERO = MXFP4_ZERO;
 
     VNNI INLINED void load(const Halves& b) {
-        // Every other block begins with the upper byte of a word.
+        // A block has 17 bytes, so every other one begins with the upper byte of a word.
         const __m512i words = _mm512_cvtepu16_epi32(words_of_blocks<Mxfp4, 0>(b));
         scale = mxfp4_scales(_mm512_and_si512(
             _mm512_mask_srli_epi32(words, 0xaaaa, words, 8), _mm512_set1_epi32(255)));
@@ -314,9 +320,12 @@ struct Sixteen<Mxfp4> : Nibbles<Mxfp4> {
     }
 };
 
-// A type whose bytes are looked up in whole registers (AVX512-VBMI): by six bits in one register, so
-// that nothing need be cleared above four, and by seven in two. In inline assembler, since a function
-// can be compiled for VBMI only where all that it is inlined into is.
+// A type on processors with AVX512-VBMI, which looks bytes up in one register by their lowest six bits,
+// or in two by seven. A table of 16 bytes stands in a register four times, so bits above the lowest
+// four need not be cleared.
+//
+// The instructions are inline assembly: a function compiled for VBMI could only be inlined into
+// functions compiled for it, too.
 template <class Type>
 struct WithVbmi : Type {};
 
@@ -326,7 +335,7 @@ VNNI INLINED __m512i bytes_looked_up(__m512i numbers, __m512i table) {
     return found;
 }
 
-// In the lowest byte of each lane that `lanes` has what 128 bytes have at `places`; else 0.
+// Looks `places` up in the 128 bytes at `from`; bytes whose bit in `lanes` is 0 become 0.
 VNNI INLINED __m512i bytes_found(const u8* from, __m512i places, __mmask64 lanes) {
     __m512i found = _mm512_loadu_si512(from);
     asm("vpermt2b %2, %1, %0%{%3%}%{z%}"
