@@ -30,7 +30,7 @@ WANTED_PASSES = 1.1
 
 
 class Spent(NamedTuple):
-    """What one run of all questions took."""
+    """Cost of one run of all questions."""
 
     num_tokens: int
     num_passes: int

@@ -32,12 +32,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 MAX_MINUTES, MAX_LARGE_MINUTES = 60, 180
-"""Of all that `make bench`, and `make bench-large`, runs, on two quiet cores."""
+"""Limits for all of `make bench`, and of `make bench-large`, on two quiet cores."""
 LATE = 4
 """A script that takes longer than so many times its minutes and `MORE_MINUTES` is taken to hang."""
 MORE_MINUTES = 10
 CLEARING_S = 20
-"""That a script which is ended has to end what it started and to delete what it wrote."""
+"""Time that an ended script has to end its processes and to delete its files."""
 
 
 class Script(NamedTuple):

@@ -69,7 +69,7 @@ class Cell(NamedTuple):
         return {"model": self.model, "tier": self.tier, "resident_share": self.share}
 
     def paired_loss(self, first: str, second: str) -> Estimate:
-        """How much more the first lane loses, in nats per token."""
+        """Return the loss of the first lane less the second's, in nats per token."""
         assert self.report.scored is not None
         lost, other = (self.rows[lane].scores.loss for lane in (first, second))
         return self.report.scored.estimate(lost - other)

@@ -36,9 +36,9 @@ from lowtide.model_writing.synth import write_checkpoint
 from lowtide.policies.buddy_profile import BuddyProfile
 
 LAYERS = {"llada2": 3, "qwen3_moe": 6, "deepseek_v2": 4}
-"""Of some 1.6, 1.2 and 1.1 GB each; LLaDA2's and DeepSeek's first ones have no experts. One row's
-pass of Qwen3 reads 0.1 GB of a layer and 0.6 GB of head: a tenth of the pass with 48 layers, half
-of it with six."""
+"""Layers of some 1.6, 1.2 and 1.1 GB each; LLaDA2's and DeepSeek's first ones have no experts. A
+pass of one row of Qwen3 reads 0.1 GB of a layer and 0.6 GB of head: a tenth of the pass with 48
+layers, half of it with six."""
 
 CONTEXT = 512
 PROMPT = [1]
@@ -46,10 +46,10 @@ PROMPT = [1]
 in every lane, would hide those of the tokens that are written."""
 
 STEPS = 4
-"""Of a block, where random weights would take one for every token: 1 GB is read for each."""
+"""Steps of a block. Random weights would take one for every token, and each reads 1 GB."""
 
 SHARE = 0.375
-"""Of the experts, resident."""
+"""Share of the experts that is resident."""
 
 FASTER = 1.10
 """Tokens per second over exact's."""

@@ -42,7 +42,7 @@ from lowtide.policies.recipe import PolicyInputs
 
 NUM_EXPERTS, K = 256, 8
 NUM_LAYERS = 24
-"""Of a pass: what a pass begins with is shared by them."""
+"""Layers of a pass, which share the cost of its beginning."""
 
 BUDDYMOE = "buddymoe"
 _UNGATED = {"k_max": "8", "tae": "off", "beta": "off"}
@@ -119,7 +119,7 @@ def _row(case: Case, num_means: int, num_passes: int) -> dict[str, Any]:
 
 
 def _each_us(work: Callable[[], object], num_means: int, num_passes: int) -> list[float]:
-    """Of a layer, each a mean of passes."""
+    """Return times of one layer, each a mean over passes."""
     work()
     means = []
     for _ in range(num_means):
@@ -189,7 +189,7 @@ def _costs() -> Costs:
 
 
 def _profile() -> BuddyProfile:
-    """Of a router that chooses any experts."""
+    """Make the profile of a router that chooses experts at random."""
     draw, num_tokens = np.random.default_rng(1), 4096
     chosen = np.zeros((num_tokens, NUM_EXPERTS), np.float32)
     experts = np.argsort(draw.random((num_tokens, NUM_EXPERTS)), axis=1)[:, :K]

@@ -99,7 +99,7 @@ def combinations() -> list[Combination]:
 
 
 def merits(seconds: Mapping[Combination, float]) -> dict[str, float]:
-    """How much faster each of DALI's parts is than HybriMoE's, the other parts being equal."""
+    """Return the speed of each of DALI's parts over HybriMoE's, the other parts being equal."""
     found = {}
     for place, part in enumerate(PARTS):
         logs = []

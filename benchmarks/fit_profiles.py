@@ -143,7 +143,7 @@ class Case:
         self.hits: IntArray = trace.hits()
 
     def seconds(self, made: Recipe | str, machine: Machine, num_residents: int = 0) -> float:
-        """Of a pass through all layers of the model, experts alone."""
+        """Simulate the time of a pass through all layers of the model, experts alone."""
         costs = machine.costs(self.name, self.shape)
         setting = make_setting(self.trace, costs, num_residents, self.known)
         return self._seconds(made, setting)

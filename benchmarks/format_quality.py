@@ -43,7 +43,7 @@ FORMATS: Mapping[str, Mapping[str, str]] = {
     "q4, int8 activations": {"format": "q4", "activations": "int8"},
 }
 SHARES = (1.0, 0.25)
-"""Of the experts as they are stored, that a budget holds."""
+"""Shares of the stored experts that a budget holds."""
 
 Lane = tuple[float, str]
 """A share of the budget, and a format."""

@@ -1,4 +1,4 @@
-"""What a user gains from each of the four papers here: every one off, then on, all else alike.
+"""Gain of each of the four papers here: switched off, then on, all else alike.
 
 TIDE: residents that are refreshed at an interval beside those that are chosen once. DALI: its
 greedy assignment beside one that fetches every absent expert. Mosaic: the longest sequence whose

@@ -1,4 +1,4 @@
-"""How near presets come to what hindsight could: their share of the oracle's speed and hits.
+"""Compare presets with hindsight: their share of the oracle's speed and hits.
 
 The oracle keeps, of each layer's own slots, those wanted soonest (Belady's replacement, its first
 residents chosen, experts admitted only when they are demanded) and divides the absent as `lowtide`

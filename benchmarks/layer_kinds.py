@@ -96,7 +96,7 @@ def _read_GBps(ceiling: dict[str, float]) -> float:
 
 
 def _token_bytes(engine: Engine, depth: int) -> int:
-    """What a token goes through: matrices, its experts, and keys and values of `depth` tokens."""
+    """Return the bytes a token reads: matrices, experts, keys and values of `depth` tokens."""
     model, config = engine.model, engine.model.config
     weights = {name: weight.nbytes for name, weight in model.weights.items()}
     if not config.tie_word_embeddings:

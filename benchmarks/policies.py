@@ -136,7 +136,7 @@ def contenders(names: Sequence[str], taken: Mapping[str, Sequence[Stretch]]) -> 
 
 
 def _take_turn(track: Track, name: str, learned: Learned) -> Stretch:
-    """From the preset's first residents, which have been adopted."""
+    """Answer prompts, beginning with the preset's first residents, which have been adopted."""
     prompts = list(zip(learned.prompts, learned.token_ids, strict=True))
     for prompt, ids in prompts[-1:] if name in UNMOVED else prompts:
         stretch = track.answer(prompt, learned.params, ids)

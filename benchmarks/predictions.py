@@ -27,15 +27,13 @@ from lowtide.plan import OWN_FORMAT
 
 MODELS = ("demo:autoregressive", "demo:diffusion", "qwen3_moe", "olmoe", "llada2", "gpt_oss")
 SHARES = (1.0, 0.5, 0.0)
-"""Of the experts in memory; of the demos all alone."""
+"""Shares of the experts in memory; the demos run with all of them alone."""
 
 WITHIN = 1.4
 """The factor between what was likely and what was measured that nine of ten runs are to keep."""
 
 
 class Case(NamedTuple):
-    """What is loaded and run."""
-
     model: str
     folder: str
     share: float

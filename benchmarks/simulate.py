@@ -1,4 +1,4 @@
-"""Is the simulator right? Predicted against measured time of a pass, on the emulated device.
+"""Compare the simulator's time of a pass with the measured one, on the emulated device.
 
 Experts and the link take what is emulated; from one run with all experts on the host it is measured
 what a layer takes besides its experts and a pass besides its layers.

@@ -202,7 +202,7 @@ def _sweep(case: Case, setting: PolicyInputs, hits: np.ndarray) -> Row:
 
 
 def _start(case: Case, setting: PolicyInputs) -> int:
-    """Where `tau=auto` starts: the fastest of the other run's routing."""
+    """Return the tau at which `tau=auto` starts: the fastest for the other run's routing."""
     return fastest_tau(case.known, "tide", setting)
 
 

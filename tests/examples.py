@@ -1,4 +1,4 @@
-"""How many examples a costly property is tried with."""
+"""Numbers of examples for costly properties."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ def wait_for(is_so: Any, timeout_s: float = 5.0) -> None:
 
 
 def be_patient(timeout_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long a silent hub is waited for."""
+    """Wait `timeout_s` for a silent hub."""
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", timeout_s)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", timeout_s)
 

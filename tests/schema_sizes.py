@@ -1,4 +1,4 @@
-"""How much a model holds, counted from its schema and config."""
+"""Sizes of a model, counted from its schema and config."""
 
 from __future__ import annotations
 

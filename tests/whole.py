@@ -41,7 +41,7 @@ Trajectories = dict[int, list[list[int]]]
 
 
 def planner_of(model: OpenModel) -> Planner:
-    """What counts the passes of a model as it was opened."""
+    """Make the planner of a model as it was opened."""
     return Planner.of(model.facts.config, model.memory, model.options.asked)
 
 

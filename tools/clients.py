@@ -68,7 +68,7 @@ RUN_TEST = "python3 -m unittest"
 
 
 class Writing(NamedTuple):
-    """How a model writes its answers.
+    """Form of a model's answers.
 
     calls: form of its calls. before: what begins a thought. thought: of an answer that has none
     in particular. gap: between a text and a call.

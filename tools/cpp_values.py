@@ -31,7 +31,7 @@ class _Reader:
         self._source, self._place = source, place
 
     def values(self, end: str) -> list[Any] | None:
-        """Those up to a bracket; None for what is no text and no value."""
+        """Read values up to a bracket; None if something there is neither text nor value."""
         found: list[Any] = []
         was_text = False
         while match := _TOKEN.match(self._source, self._place):

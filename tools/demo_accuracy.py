@@ -1,4 +1,4 @@
-"""How many questions the demo models answer right that training left out, task by task.
+"""Count the held-out questions that the demo models answer right, task by task.
 
     python tools/demo_accuracy.py    # or make demo-accuracy; 2 minutes
 
@@ -20,7 +20,7 @@ NUM_CONVERSATIONS, NUM_TURNS = 50, 4
 
 
 def by_task(llm: LLM) -> Iterator[tuple[str, list[bool]]]:
-    """Of each task, whether each distinct question was answered right."""
+    """Yield each task and, for each of its distinct questions, True if it was answered right."""
     for task in TASKS:
         source = random.Random(task)
         examples = list(dict.fromkeys(draw(task, source, True) for _ in range(NUM_QUESTIONS)))

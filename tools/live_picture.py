@@ -81,7 +81,7 @@ def picture(command: str, some: Sequence[Frame]) -> str:
 
 
 def _frame(frame: Frame, end_s: float, total_s: float, is_last: bool) -> str:
-    """Where nothing moves, the last one is seen."""
+    """Draw one frame. Where pictures do not move, the last one is shown."""
     begin, end = frame.time_s / total_s, min(1.0, end_s / total_s)
     times, values = [f"{begin:.4f}", f"{end:.4f}"], ["inline", "none"]
     if begin > 0:

@@ -143,7 +143,7 @@ _TABLES: dict[str, Any] = {
     "| `SamplingParams` | default | is |\n|---|---|---|\n": SamplingParams,
     "| `DiffusionParams` | is |\n|---|---|\n": DiffusionParams,
 }
-"""By the head of a table, the class whose options it lists."""
+"""Class whose options a table lists, by the head of the table."""
 
 
 def _python_row(

@@ -55,7 +55,7 @@ TEMPLATES = {
     "StepFun3.5-Flash",
     "unsloth-mistral-Devstral-Small-2507",
 }
-"""Those of families here, and of others that write calls as they do."""
+"""Templates of families that run here, and of others that write calls as they do."""
 
 KNOWN = {
     ("Qwen3.5-4B", "<think>\n\n</think>"): "a second mark is no word of the thoughts, as in vLLM",

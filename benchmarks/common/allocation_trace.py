@@ -13,7 +13,7 @@ from common.cuda_allocator import Change
 
 
 class Moment(NamedTuple):
-    """From `start_s` on so many bytes are alive, until the next."""
+    """Bytes that are alive from `start_s` to the next moment."""
 
     start_s: float
     live_bytes: int

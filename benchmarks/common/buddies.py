@@ -19,7 +19,7 @@ from lowtide.replay.calibration import Calibration
 
 BUDDYMOE = "buddymoe"
 PRIORS = ("0.5", "2")
-"""Of the `cache-prior` baseline: what is added to residents' logits."""
+"""Numbers that the `cache-prior` baseline adds to residents' logits."""
 
 
 class Lane(NamedTuple):
@@ -114,7 +114,7 @@ def load_profile(path: Path) -> BuddyProfile | None:
 
 
 def redundancy(profile: BuddyProfile) -> Row:
-    """How much of a model's routing falls on few peers: what buddies live on. Layer by layer."""
+    """Measure how much of each layer's routing falls on few peers, as buddies need."""
     return {
         "concentration": _rounded(profile.concentration()),
         "affinity_nats": _rounded(profile.affinity()),

@@ -210,7 +210,7 @@ def open_transformers(
 
 @contextmanager
 def open_llama_cpp(gguf: Path, context: int, maps: bool, repacks: bool = True) -> Iterator[Lane]:
-    """As many threads as torch has.
+    """Open llama.cpp with as many threads as torch has.
 
     repacks: whether it may copy weights into a layout of its own, as it does unasked, mapped or
     not: under a limit below their size it cannot.
@@ -310,7 +310,7 @@ def speeds(num_prompt: int, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def first_speeds(num_prompt: int, answer: Answer) -> dict[str, float]:
-    """Of an answer that nothing warmed up."""
+    """Return the speeds of an answer without a warm-up."""
     [prefill], [decode] = _rates(num_prompt, [answer])
     return {"first_prefill_tokens_per_s": prefill, "first_decode_tokens_per_s": decode}
 

@@ -41,7 +41,7 @@ class OutOfMemory(Exception):
 
 
 class Peaks(NamedTuple):
-    """Of a replay, in bytes."""
+    """Most memory of a replay."""
 
     live_bytes: int  # as requested: what no allocator can be below
     allocated_bytes: int  # rounded
@@ -55,7 +55,7 @@ class Peaks(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """Of a segment, between its neighbours there."""
+    """Part of a segment, between its neighbours."""
 
     address: int
     num_bytes: int
@@ -188,7 +188,7 @@ def replay(changes: Iterable[Change], capacity_bytes: int | None = None) -> Peak
 
 
 def _joined(block: _Block, neighbour: _Block) -> _Block:
-    """Of two that follow each other, the first with the bytes of both."""
+    """Merge two adjacent blocks into the first one."""
     first, second = (block, neighbour) if neighbour is block.after else (neighbour, block)
     first.num_bytes += second.num_bytes
     first.after = second.after

@@ -77,7 +77,7 @@ class DiskTrack:
         self.llm.adopt_policy(preset, {name: str(value).lower() for name, value in options.items()})
 
     def answer(self, learned: Learned) -> Stretch:
-        """To the first prompt; raises InternalError if it is not the one that is known."""
+        """Answer the first prompt; raises InternalError if the answer is not the known one."""
         before = self._totals()
         [completion] = self.llm.generate([learned.prompts[0]], learned.params)
         done = self._totals() - before
@@ -106,7 +106,7 @@ class InMemory(NamedTuple):
 
 
 def measure_in_memory(model: Model, learned: Learned) -> InMemory:
-    """Of the same answer; the second of two."""
+    """Measure the same answer with all experts in memory; the second run of two counts."""
     with LLM(model.reference, device="cpu", cache="off", **model.options) as llm:
         track = DiskTrack(llm)
         track.answer(learned)
@@ -130,7 +130,7 @@ class LayerClock:
 
     @property
     def around_reads_s(self) -> float:
-        """Of a layer that reads."""
+        """Mean time around the reads of a layer that reads."""
         return self.around_s / max(1, self.num_reading)
 
     def __enter__(self) -> LayerClock:
@@ -144,7 +144,7 @@ class LayerClock:
         del self._runtime.forward, self._runtime.host.transfer.start
 
     def saw_layer(self, *_: object) -> None:
-        """As an observer."""
+        """Observe a layer, so that it is run by the runtime."""
 
     def _timed(self, *arguments: Any, **named: Any) -> None:
         self._begun_s = math.inf

@@ -38,8 +38,8 @@ PROFILE = "dali-3090"
 FAMILY = "llada2"  # the published model whose experts' proportions are emulated
 STREAMS = (COMPUTE, LINK, HOST)
 SLOWDOWN = 2.0
-"""Of the device, whose thread then leaves a core to the others for half of its time, as a real
-device would always."""
+"""Factor of the device's time. Its thread then leaves a core to others for half of the time, as a
+real device always would."""
 
 _LEAST_EXPERT_S = 3e-4  # on the device, with one token: several times a thread's wake-up
 _NUM_PIECES = 8  # of the text that calibrates
@@ -65,7 +65,7 @@ class Model(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `LLM`."""
+        """Options of `LLM`."""
         overrides = {} if self.num_layers is None else {"num_hidden_layers": self.num_layers}
         return {"context": 512, "config_overrides": overrides}
 
@@ -242,7 +242,7 @@ class Track:
         return Stretch(len(wanted), done, [completion.token_ids])
 
     def totals(self) -> Totals:
-        """Of everything so far: the runtime's counts, passes, seconds by stream and by `_TIMED`."""
+        """Return all totals so far: counts, passes, seconds by stream and by `_TIMED`."""
         spans, self.device.timeline = self.device.timeline or [], []
         for span in spans:
             self._spent[span.stream] += span.end_s - span.start_s
@@ -323,7 +323,7 @@ def stretches_row(stretches: Sequence[Stretch]) -> Row:
 
 
 def temporary_folder() -> TemporaryDirectory[str]:
-    """For calibrations and traces of one run."""
+    """Make a folder for the calibrations and traces of one run."""
     return TemporaryDirectory(prefix="lowtide-benchmark-")
 
 

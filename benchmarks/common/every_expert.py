@@ -56,7 +56,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(engine: Engine, num_tokens: int, num_steps: int) -> list[_Step]:
-    """Of one sequence of so many tokens, which are all computed in every step."""
+    """Run steps of one sequence of `num_tokens` tokens, all of which are computed in every step."""
     num_new = num_steps + NUM_WARM
     arrival = Arrival(0, num_tokens - num_new, num_new, num_new)
     decoder = make_decoder(engine)
@@ -80,5 +80,5 @@ def _counts(engine: Engine) -> tuple[int, ...]:
 
 
 def _row(steps: list[_Step]) -> dict[str, Any]:
-    """Of all steps, in the order in which they came."""
+    """Make a row of the fields of all steps, in order."""
     return {name: [getattr(step, name) for step in steps] for name in _Step._fields}

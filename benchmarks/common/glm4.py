@@ -30,7 +30,7 @@ _SAME_FIELDS = (
 
 
 def glm4_config(config: Mapping[str, Any], **more: Any) -> Glm4MoeConfig:
-    """From LLaDA2's `config.json` values; `more` are fields of the result."""
+    """Make a config from LLaDA2's `config.json` values; `more` are fields of the result."""
     return Glm4MoeConfig(
         **{name: config[name] for name in _SAME_FIELDS},
         **more,

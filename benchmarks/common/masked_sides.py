@@ -99,7 +99,7 @@ SIDES: Mapping[str, Callable[[ModelConfig, Weights], Side]] = {
     "ported": Ported,
     "compiled": Compiled,
 }
-"""By the paper's letters: (a), (b), (c)."""
+"""Sides, in the order of the paper's letters (a), (b), (c)."""
 
 
 def open_sides(

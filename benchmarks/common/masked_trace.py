@@ -21,7 +21,7 @@ from common.planned_model import PlannedStep, StepModel
 from lowtide.memory.workspace import State, Workspace
 
 NUM_STEPS = 3
-"""As often is a step's trace replayed: what an allocator keeps from one to the next counts."""
+"""Replays of a step's trace: memory that an allocator keeps from one to the next counts."""
 
 
 class TimedWorkspace(Workspace):

@@ -40,7 +40,7 @@ LIMITS = ("auto", "systemd", "cgroup", "balloon", "none")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 MOST_MOVED = 0.05
-"""By how much of itself a limit may move while answers are timed."""
+"""Largest share by which a limit may move while answers are timed."""
 _SAMPLE_S = 0.2
 
 
@@ -140,12 +140,12 @@ class RoomWatch:
 
 
 def moved_share(limit_bytes: int, least_bytes: int, most_bytes: int) -> float:
-    """How far what there was strayed from a limit, as a share of it."""
+    """Return the largest distance of free memory from a limit, as a share of the limit."""
     return max(abs(each - limit_bytes) for each in (least_bytes, most_bytes)) / limit_bytes
 
 
 def cached_share(path: Path, ranges: Iterable[tuple[int, int]]) -> float:
-    """Of a file's byte ranges (start, stop) the share whose pages are in the page cache.
+    """Return the share of a file's byte ranges (start, stop) that is in the page cache.
 
     Raises OSError where the kernel does not say.
     """

@@ -19,7 +19,7 @@ from lowtide.config import ModelConfig
 from lowtide.families import families
 
 Weights = dict[str, Tensor]
-"""By their names in the checkpoint."""
+"""Tensors by their names in the checkpoint."""
 
 
 def read_weights(folder: Path) -> Weights:
@@ -67,7 +67,7 @@ class Official(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """In float32, the weight after rounding."""
+    """RMS norm in float32 that rounds before it multiplies by the weight."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ class HeadForm(enum.Enum):
 
     @property
     def of_rows(self) -> Form:
-        """How the logits of given rows are computed."""
+        """Form in which the logits of given rows are computed."""
         return Form.FUSED if self is HeadForm.FUSED else Form.MATERIALISED
 
 
@@ -87,16 +87,16 @@ class StepModel:
         return Counts(num_tokens, num_tokens, num_tokens, num_masked, (_ASKED,))
 
     def least_plan(self, num_tokens: int, num_masked: int) -> PassPlan:
-        """With every operator divided as far as it takes."""
+        """Plan a step with every operator divided as far as possible."""
         counts = self.counts(num_tokens, num_masked)
         return self.planner.plan(counts, self.planner.least_bytes(counts))
 
     def plan(self, num_tokens: int, num_masked: int, free_bytes: int) -> PassPlan:
-        """With as few chunks as fit."""
+        """Plan a step with as few chunks as fit."""
         return self.planner.plan(self.counts(num_tokens, num_masked), free_bytes)
 
     def plan_of(self, num_tokens: int, num_masked: int, chunks: Mapping[str, int]) -> PassPlan:
-        """With these chunk counts, whatever it takes."""
+        """Plan a step with these chunk counts, whatever memory it takes."""
         counts = self.counts(num_tokens, num_masked)
         graph = self.template.at(bounds(counts, chunks))
         return PassPlan(counts, chunks, graph.placement, graph.library_bytes, "")
@@ -123,7 +123,7 @@ class StepModel:
 
     @contextmanager
     def loaded(self) -> Iterator[Engine]:
-        """With its weights in memory."""
+        """Yield the engine with its weights in memory."""
         with closing(load(self.opened, make_plan(self.opened))) as engine:
             yield engine
 

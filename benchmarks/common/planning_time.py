@@ -14,7 +14,7 @@ from lowtide.memory.template import bounds
 
 GRANULE_TOKENS = 16
 NUM_GRANULES = 4
-"""How far beyond the longest sequence a search through all chunk counts looks."""
+"""Granules beyond the longest sequence that a search through all chunk counts covers."""
 
 
 def plan_request(

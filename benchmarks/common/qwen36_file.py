@@ -28,7 +28,7 @@ Draw = Callable[[np.random.Generator, int], NDArray[np.uint8]]
 
 
 class Sizes(NamedTuple):
-    """What of the published model may be less."""
+    """Sizes that may be smaller than the published model's."""
 
     num_layers: int = 40
     num_words: int = 248_320
@@ -150,7 +150,7 @@ def _content(tensor: _Tensor, rng: np.random.Generator, skew: float) -> NDArray[
 
 
 def _halves(count: int, scale: float) -> NDArray[np.uint8]:
-    """So many times a scale as float16."""
+    """Return `count` copies of a scale as the bytes of float16."""
     return np.full((count, 1), scale, np.float16).view(np.uint8)
 
 

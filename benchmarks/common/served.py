@@ -26,18 +26,18 @@ from lowtide.errors import InternalError
 
 START_S, END_S = 300.0, 60.0
 ASK_S = 60.0
-"""For what is no answer of a model."""
+"""Time limit of requests other than a model's answer."""
 
 Body = Mapping[str, Any]
 BodyOf = Callable[[int], Body]
 Look = Callable[[], float]
 
 NUM_STRETCHES = 3
-"""Of a load, so that a range can be told."""
+"""Parts of a load, so that a range can be given."""
 
 
 class Server(NamedTuple):
-    """Where a server is, and its process."""
+    """A server's address and process."""
 
     url: str
     process: psutil.Process

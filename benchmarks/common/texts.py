@@ -13,7 +13,7 @@ from lowtide.model_folder.demo_tasks import NUM_TEXT_TURNS, SHORT_TASKS, as_turn
 
 
 def text_for(model: str) -> str:
-    """For calibrations and prompts: no question in it is one of `held_out_text`."""
+    """Return a text for calibrations and prompts, without any question of `held_out_text`."""
     if Path(model).name.startswith("demo"):
         source = random.Random(1)
         turns = (draw(source.choice(SHORT_TASKS), source, False) for _ in range(NUM_TEXT_TURNS))

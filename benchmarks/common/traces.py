@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the file that keeps it, and in the results."""
+        """Name of the trace's file, and of the run in results."""
         parts = [self.model.replace(":", "-"), f"n{self.num_requests}", f"r{self.num_rounds}"]
         parts += [f"t{self.new_tokens}"]
         parts += [f"b{self.block_length}"] if self.block_length else []
@@ -133,7 +133,7 @@ def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:
 
 
 def _path(folder: Path, run: Run) -> Path:
-    """By the weights, too: a demo is trained again now and then."""
+    """Return a trace's path, which depends on the weights: demos are trained again at times."""
     of = "" if run.model in _SYNTH else f"-{_digest(resolve_model(run.model))}"
     return folder / f"{run.name}{of}-v{TRACE_VERSION}.npz"
 

@@ -16,13 +16,13 @@ from lowtide.engine.running.engine import Engine
 from lowtide.layers.batch import Batch, Segment
 
 NEW_TOKENS = 24
-"""Of each answer, and of what is said next."""
+"""Tokens of each answer, and of the user's next turn."""
 
 LAST_TURN = 8
 
 
 class Turn(NamedTuple):
-    """How an answer began: seconds to its first token, its ids, how many tokens were taken over."""
+    """One answer: seconds to its first token, its ids, and the prompt tokens found in the cache."""
 
     first_s: float
     token_ids: list[int]

@@ -11,9 +11,9 @@ SHARED = ("src/lowtide", "benchmarks/common")
 
 
 def commits_since(repository: Path, run: Run) -> int | None:
-    """How many commits changed the package, the script or its parts after a run's commit.
+    """Count the commits after a run's that changed the package, the script or its parts.
 
-    None: the repository does not know that commit.
+    Returns None if the repository does not know the run's commit.
     """
     name = str(run.first["benchmark"]).replace(" ", "_")
     known = run.first["commit"].rstrip("+")

@@ -186,7 +186,7 @@ def ar_decode(results: Results, page: Path) -> str:
 
 
 def beside_llama_cpp(results: Results, page: Path) -> str:
-    """How one request in llama.cpp's types stands beside it: an item of a list."""
+    """Compare one request in llama.cpp's types with llama.cpp itself, as an item of a list."""
     run = results.newest("ar_decode", with_lines_of=_TYPES)
     lanes = {what: _decoding(run.of(what)) for what in _TYPES}
     exact = [of["llama.cpp"].median / of["lowtide"].median for of in lanes.values()]

@@ -36,7 +36,7 @@ class Claim(NamedTuple):
 
     @property
     def is_reproduced(self) -> bool:
-        """Return whether ours is in the published range, give or take some of its effect."""
+        """True if our value is in the published range, give or take `NEAR` of its effect."""
         low, high = (end - self.neutral for end in (self.low, self.high))
         low, high = low - NEAR * abs(low), high + NEAR * abs(high)
         values = {
@@ -85,7 +85,7 @@ Found = tuple[Sequence[float], Sequence[Line]]
 
 
 def _gain_of(part: str) -> Callable[[Results, Sequence[Line]], Found]:
-    """Return how a part of Mosaic's gain is found: it needs more lines than one."""
+    """Make the function that finds a part of Mosaic's gain, which takes several lines."""
 
     def found(results: Results, _: Sequence[Line]) -> Found:
         gains, lines = part_gains(results)

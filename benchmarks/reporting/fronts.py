@@ -59,7 +59,7 @@ class Panel(NamedTuple):
 
     @property
     def front(self) -> list[Mark]:
-        """Those that no other may match, by what they gain."""
+        """Marks that no other mark matches, in the order of their gain."""
         best = [
             mark
             for mark in self.marks
@@ -121,7 +121,7 @@ def svg(panels: Sequence[Panel]) -> str:
 
 
 def _timed_mark(line: Line) -> Mark | None:
-    """By its speed over the median of exact; None for one of too few turns."""
+    """Rate a lane by its speed over the median of exact; None for too few turns."""
     turns = turns_of(line, "tokens_per_s", MIN_ANSWERS)
     if turns is None:
         return None

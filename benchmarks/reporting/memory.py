@@ -200,7 +200,7 @@ def _tokens_by_part(line: Line, grown: Line) -> list[int]:
 
 
 def _grown(results: Results) -> Mapping[str, Line]:
-    """How plain torch's step grows, by model."""
+    """Map models to the line that measured how plain torch's step grows."""
     lines = results.newest_lines("max_context", "growth", ("model", "side"))
     return {line["model"]: line for line in lines if line["side"] == "ported"}
 

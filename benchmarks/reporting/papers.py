@@ -13,7 +13,7 @@ _SHARES = ("Figure 18", "Table 6")
 """Places whose numbers are shares: of hits, and of the time."""
 _NUMBERS = ("", "", "published", "here", "effect over the published one", "")
 NEAR = 0.15
-"""How far from the published effect one may be that is reproduced."""
+"""Largest distance from the published effect, as a share of it, that counts as reproduced."""
 _PARTS = (
     "model",
     "batch",
@@ -105,7 +105,7 @@ def is_near(line: Line) -> bool:
 
 
 def _tally(lines: Sequence[Line]) -> str:
-    """How many numbers are reproduced, of those that are held out and said once."""
+    """Count the reproduced numbers among those that are held out and published once."""
     held_out = [line for line in lines if line["what"] == "number" and "repeats" not in line.row]
     num_fitted = sum(line["what"] == "fitted" for line in lines)
     by_place: dict[str, list[bool]] = {}
@@ -137,7 +137,7 @@ def _value(line: Line, value: float) -> Cell:
 
 
 def _means(run: Run, others: Sequence[str]) -> list[Row]:
-    """Of the lines of each model and phase, and of all models."""
+    """Average the lines of each model and phase, and of all models."""
     names = ["dali_over_hybrimoe", "dali_over_hybrimoe_greedy", "placement", "assignment"]
     names += ["prefetch", "swaps_in_idle_time_over_dali"]
     rows: list[Row] = []

@@ -194,7 +194,7 @@ def _leads(results: Results) -> list[Row]:
 
 
 def _shares(line: Line) -> Sequence[Cell]:
-    """At each share of residents."""
+    """Make a cell for each share of residents."""
     cells = line["by_share"].values()
 
     def told(what: str, name: str) -> Cell:

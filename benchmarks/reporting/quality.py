@@ -87,7 +87,7 @@ def buddies(results: Results, page: Path) -> str:
 
 
 def _lanes(lines: Sequence[Line], chosen_share: float, page: Path) -> str:
-    """Of one model on one tier."""
+    """Describe the lanes of one model on one tier."""
     shares = sorted({line["resident_share"] for line in lines}, reverse=True)
     by_lane: dict[str, dict[float, Line]] = {}
     for line in lines:
@@ -151,7 +151,7 @@ def _full(line: Line, exact: Line) -> tuple[Cell, ...]:
 
 
 def _substitution(line: Line) -> tuple[Cell, Cell]:
-    """Of a layer of the engine that ran; nothing where none is asked for."""
+    """Return the time of a layer's substitution; empty cells if none was measured."""
     if "each_substitution_us" not in line.row:
         return "", ""
     share = Spread.of(line["each_share_of_layers"])

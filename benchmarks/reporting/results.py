@@ -117,7 +117,7 @@ class Results:
         raise ResultsError(f"Nothing to report of {benchmark!r}{asked}: {reason}.")
 
     def newest_of_each(self, benchmark: str, key: str) -> list[Line]:
-        """For each value of a key, its lines in the last run that counts and has it."""
+        """Return, for each value of a key, its lines in the last run that counts and has it."""
         found: dict[str, list[Line]] = {}
         for run in sorted(self.runs, key=lambda run: run.ended):
             if _is_of(run, benchmark, {}) and run.first.counts:
@@ -129,7 +129,7 @@ class Results:
         return [line for lines in found.values() for line in lines]
 
     def newest_lines(self, benchmark: str, what: str, keys: Sequence[str]) -> list[Line]:
-        """Of lines that say the same by these keys the last one that counts."""
+        """Return the last line that counts for each combination of these keys."""
         found: dict[str, Line] = {}
         for line in sorted(self.lines, key=lambda line: str(line["date"])):
             if (line["benchmark"], line["what"]) == (benchmark, what) and line.counts:

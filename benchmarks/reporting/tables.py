@@ -23,7 +23,7 @@ MIN_TURNS = 3
 
 
 MOST_LINKS = 4
-"""Of a file in one row, if they do not follow each other."""
+"""Most links to one file in a row whose lines do not follow each other."""
 
 
 def turns_of(line: Line, name: str, at_least: int = MIN_TURNS) -> Spread | None:
@@ -86,7 +86,7 @@ def caption(run: Run) -> str:
 
 
 def captions(lines: Sequence[Line]) -> str:
-    """Of every run that these lines are of, machine by machine."""
+    """Write a caption for every run that these lines are from, machine by machine."""
     runs: dict[str, dict[str, None]] = {}
     for line in lines:
         when = f"{line['date'][:10]} on commit {line['commit']}"
