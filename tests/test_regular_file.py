@@ -81,7 +81,7 @@ def test_what_is_no_file_is_refused_at_once(make, tmp_path: Path, monkeypatch) -
             with pytest.raises(CheckpointError, match=r"thing\.json (is not a regular|cannot be)"):
                 read()
         with pytest.raises(StorageError, match=r"thing\.json (is not a regular|cannot be)"):
-            load_arrays(path, {}, 100, "trace", "record it again", {})
+            load_arrays(path, {}, 100, "trace", "lowtide generate --trace", {})
         with pytest.raises(Exception, match=r"thing\.json (is not a regular|cannot be)"):
             _indexed_shards(path)
     assert open_descriptors() == before

@@ -175,7 +175,7 @@ def test_a_trace_of_another_version_says_what_to_do(
 ) -> None:
     arrays = members(version=np.array([version], np.int64), **other_arrays)
     np.savez(tmp_path / "t.npz", **arrays)
-    said = f"its version is {version}, and 3 is read; record it again, with lowtide generate"
+    said = f"its version is {version}, and 3 is read; remove it, and make it again with lowtide"
     with pytest.raises(UsageError, match=said):
         Trace.load(tmp_path / "t.npz")
 

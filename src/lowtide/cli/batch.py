@@ -101,7 +101,8 @@ def _input(name: str) -> Iterator[IO[bytes]]:
     try:
         opened = open(name, "rb")
     except OSError as error:
-        raise StorageError(f"Input {name} cannot be read: {error.strerror}.") from error
+        told = f"Input {name} cannot be read: {error.strerror}"
+        raise StorageError(f"{told}; give a file of requests, or - for standard input.") from error
     with opened, nullcontext(opened) if opened.seekable() else _kept(opened) as file:
         yield file
 

@@ -44,7 +44,8 @@ def cache(
         try:
             (_list if action == LIST else _clear)(files, settings)
         except OSError as error:
-            raise StorageError(f"{folder} cannot be used: {error.strerror}.") from error
+            told = f"{folder} cannot be used: {error.strerror}"
+            raise StorageError(f"{told}; name the --cache-dir that models are run with.") from error
 
 
 def _list(files: StoredFiles, settings: Settings) -> None:

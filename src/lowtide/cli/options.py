@@ -230,20 +230,26 @@ def _from_environment(option: Option, raw: str) -> object:
         raise UsageError(f"{option.env}: not valid JSON: {error}") from error
 
 
+_LISTED = " lowtide generate --help lists them."
+
+
 def _read_file(path: Path) -> dict[str, tuple[object, str]]:
     try:
         with path.open("rb") as file:
             content = read_from(file, MAX_FILE_BYTES + 1, f"the options file {path}", UsageError)
     except OSError as error:
-        raise UsageError(f"cannot read the options file {path}: {error.strerror}.") from error
+        told = f"cannot read the options file {path}: {error.strerror}"
+        raise UsageError(f"{told}; give --config the path of a TOML file.") from error
     if len(content) > MAX_FILE_BYTES:
-        raise UsageError(f"the options file {path} is larger than {MAX_FILE_BYTES} bytes.")
+        told = f"the options file {path} is larger than {MAX_FILE_BYTES} bytes"
+        raise UsageError(f"{told}; give --config another.")
     try:
         keys = tomllib.loads(content.decode("utf-8-sig"))  # as some editors of Windows save it
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"the options file {path} is not valid TOML: {error}") from error
+        told = f"the options file {path} is not valid TOML: {error}"
+        raise UsageError(f"{told}; its lines are as context = 4096.") from error
     known = {name: option for name, option in _BY_NAME.items() if name != "config"}
     for key in keys:
         if key not in known:
-            raise UsageError(f"{path}: {key!r} is not an option.{meant(key, known)}")
+            raise UsageError(f"{path}: {key!r} is not an option.{meant(key, known) or _LISTED}")
     return {key: (value, f"{path}: {key}") for key, value in keys.items()}

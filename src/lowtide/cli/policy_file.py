@@ -17,7 +17,10 @@ def load_policy_file(path: Path) -> None:
     no policy.
     """
     if not path.is_file():
-        raise StorageError(f"--policy-file {path}: there is no such file.")
+        raise StorageError(
+            f"--policy-file {path}: there is no such file; give the path of a Python file that "
+            "registers a policy."
+        )
     name = f"lowtide_policy_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

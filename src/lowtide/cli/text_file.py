@@ -26,7 +26,8 @@ def read_text(model: str, settings: Settings) -> str:
         with open(name, "rb") as file:
             data = read_from(file, MAX_TEXT_BYTES + 1, f"The text {name}")
     except OSError as error:
-        raise StorageError(f"The text {name} cannot be read: {error.strerror}.") from error
+        told = f"The text {name} cannot be read: {error.strerror}"
+        raise StorageError(f"{told}; give --text the path of a text in UTF-8.") from error
     if len(data) > MAX_TEXT_BYTES:
         raise UsageError(
             f"The text {name} has more than {MAX_TEXT_BYTES} bytes; give a part of it."
@@ -34,4 +35,4 @@ def read_text(model: str, settings: Settings) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise UsageError(f"The text {name} is not in UTF-8.") from None
+        raise UsageError(f"The text {name} is not in UTF-8; save it so.") from None

@@ -106,7 +106,8 @@ class Turns:
 
         Raises UsageError, and changes nothing, if it holds no conversation.
         """
-        data = read_regular(path, MAX_PROMPT_BYTES, UsageError)
+        way_out = "/save FILE writes a conversation that can be loaded"
+        data = read_regular(path, MAX_PROMPT_BYTES, UsageError, way_out)
         try:
             messages = parse_object(data, str(path), UsageError).get("messages")
         except UsageError:
@@ -120,9 +121,15 @@ class Turns:
         system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
         said, answers = texts[::2], texts[1::2]
         if {role for role, _ in said} - {"user"} or {role for role, _ in answers} - {"assistant"}:
-            raise UsageError(f"{path}: after a system message, user and assistant take turns.")
+            raise UsageError(
+                f"{path}: after a system message, user and assistant take turns, as /save writes "
+                "them."
+            )
         if len(said) != len(answers):
-            raise UsageError(f"{path} ends with a message of the user; an answer to it is missing.")
+            raise UsageError(
+                f"{path} ends with a message of the user; an answer to it is missing. Add it, or "
+                "take the message away."
+            )
         self.set_system(system)
         self._turns = [(line, answer) for (_, line), (_, answer) in zip(said, answers, strict=True)]
 

@@ -18,6 +18,9 @@ MAX_HEADS = 4096
 MAX_EXPERTS = 4096
 MAX_POSITIONS = 2**28
 
+OTHER_MODEL = "choose another model"
+"""Way out of what a family does not compute: the end of an error message."""
+
 
 class Fields:
     """The keys of one `config.json`, and a record of those that were read.
@@ -90,7 +93,7 @@ class Fields:
         if value is not None and (type(value) is not type(supported) or value != supported):
             raise UnsupportedError(
                 f"config.json: {self._shown_name(name)} {shown(value)} is not supported, only "
-                f"{shown(supported)}."
+                f"{shown(supported)}; {OTHER_MODEL}."
             )
 
     def refuse(self, name: str) -> None:
@@ -98,7 +101,8 @@ class Fields:
         value = self.raw(name)
         if value is not None:
             raise UnsupportedError(
-                f"config.json: {self._shown_name(name)} {shown(value)} is not supported."
+                f"config.json: {self._shown_name(name)} {shown(value)} is not supported; "
+                f"{OTHER_MODEL}."
             )
 
     def refuse_unread(self, name: str) -> None:

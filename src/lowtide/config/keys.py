@@ -16,6 +16,7 @@ from lowtide.config.fields import (
     MAX_POSITIONS,
     MAX_VOCAB,
     MAX_WIDTH,
+    OTHER_MODEL,
     Fields,
 )
 from lowtide.config.layers import LayerSpec, Mixer, layers_of
@@ -156,7 +157,8 @@ def refuse_sliding_windows(fields: Fields) -> None:
         return
     if not isinstance(kinds, list | tuple) or any(kind != "full_attention" for kind in kinds):
         raise UnsupportedError(
-            f"config.json: layer_types {shown(kinds)}: only full_attention is supported."
+            f"config.json: layer_types {shown(kinds)}: only full_attention is supported; "
+            f"{OTHER_MODEL}."
         )
 
 
@@ -177,6 +179,6 @@ def _dtype(fields: Fields) -> str:
     if dtype not in SAFETENSORS_NAME:
         raise UnsupportedError(
             f"config.json: dtype {shown(dtype)} is not supported; "
-            f"supported: {', '.join(SAFETENSORS_NAME)}."
+            f"supported: {', '.join(SAFETENSORS_NAME)}. Give one of them as a config override."
         )
     return dtype

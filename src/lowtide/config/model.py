@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from lowtide.config.decoding import Causal, Decoding
+from lowtide.config.fields import OTHER_MODEL
 from lowtide.config.layers import LayerSpec, Mixer
 from lowtide.config.quantisation import Quantisation
 from lowtide.config.rope import Rope
@@ -69,7 +70,7 @@ class ModelConfig:
         if self.has_states and not self.decoding.writes_in_order:
             raise UnsupportedError(
                 "config.json: layers keep states of a sequence, which only models that write one "
-                "token after the other do here."
+                f"token after the other do here; {OTHER_MODEL}."
             )
 
     @property
@@ -155,7 +156,9 @@ class ModelConfig:
     def check_experts(self, asked: str) -> None:
         """Raise UnsupportedError if there are no experts; `asked` begins its sentence."""
         if self.experts is None:
-            raise UnsupportedError(f"{asked}: {self.architecture} has no experts.")
+            raise UnsupportedError(
+                f"{asked}: {self.architecture} has no experts; leave this out, or {OTHER_MODEL}."
+            )
 
     @property
     def num_leading_layers(self) -> int:
@@ -168,7 +171,7 @@ def _check_experts(config: ModelConfig, experts: ExpertSpec) -> None:
     if others:
         raise UnsupportedError(
             f"config.json: layers have routed experts of {1 + len(others)} kinds; only one kind "
-            "is supported."
+            f"is supported: {OTHER_MODEL}."
         )
     expert_elements = experts.elements(config.hidden_size)
     if expert_elements * experts.num_experts * config.num_moe_layers > _MAX_PARAMETERS:

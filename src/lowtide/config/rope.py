@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lowtide.config.fields import MAX_HEADS, MAX_POSITIONS, Fields
+from lowtide.config.fields import MAX_HEADS, MAX_POSITIONS, OTHER_MODEL, Fields
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
 
@@ -88,7 +88,7 @@ def read_rope(
     if rotary_dim != head_dim and usual_factor is None:
         raise UnsupportedError(
             f"config.json: {rotary_dim} of {head_dim} dimensions rotate (partial_rotary_factor, "
-            "rotary_dim); in this family all do."
+            f"rotary_dim); in this family all do: {OTHER_MODEL}."
         )
     divisors = _divisors(stretch, theta, rotary_dim)
     return Rope(theta, rotary_dim, stretch.yarn, stretch.mscale_all_dim, divisors)
@@ -144,7 +144,7 @@ def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) ->
     if kind not in known:
         raise UnsupportedError(
             f"config.json: {inner.prefix[:-1]}: the rotary embedding {shown(kind)} is not "
-            f"supported, only {', '.join(map(shown, known))}."
+            f"supported, only {', '.join(map(shown, known))}; {OTHER_MODEL}."
         )
     stretch = None if kind == "default" else _STRETCHES[kind](inner, max_positions)
     said = _Said(
@@ -185,7 +185,9 @@ def _llama3(inner: Fields, max_positions: int) -> _Stretch:
 
 def _by_pair(given: PairDivisors, can_stretch: bool) -> _Stretch:
     if not can_stretch:
-        raise UnsupportedError("Divisors of rotary frequencies are not supported in this family.")
+        raise UnsupportedError(
+            f"Divisors of rotary frequencies are not supported in this family; {OTHER_MODEL}."
+        )
     if len(given.numbers) < 2:  # one would be taken for that of all pairs
         raise ConfigError(f"{len(given.numbers)} rotary frequencies have divisors; more rotate.")
     for number in given.numbers:
@@ -253,7 +255,7 @@ def _refuse_unknown(inner: Fields) -> None:
         if name not in inner.asked and inner.values[name] is not None:
             raise UnsupportedError(
                 f"config.json: {inner.prefix}{shown(name)} is not supported; only the default "
-                "rotary embedding is."
+                f"rotary embedding is: {OTHER_MODEL}."
             )
 
 

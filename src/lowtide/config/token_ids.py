@@ -53,7 +53,7 @@ def mask_token_id(fields: Fields, published: int | None, vocab_size: int) -> int
     if mask is None and published >= vocab_size:
         raise ConfigError(
             f"config.json has no mask_token_id, and the family's {published} is not "
-            f"in a vocabulary of {vocab_size}; give the config override mask_token_id."
+            f"in a vocabulary of {vocab_size}: mask_token_id is needed."
         )
     return published if mask is None else mask
 
@@ -62,7 +62,9 @@ def _token_ids(value: object, source: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list | tuple) else [value]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < MAX_VOCAB:
-            raise ConfigError(f"{source}: eos_token_id {shown(token)} is not a token id.")
+            raise ConfigError(
+                f"{source}: eos_token_id {shown(token)} is not a token id (0 to {MAX_VOCAB - 1})."
+            )
     return tuple(dict.fromkeys(ids))
 
 

@@ -148,7 +148,8 @@ def _disk_file(checkpoint: Checkpoint | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.NamedTemporaryFile(dir=folder, prefix="doctor-")
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror}.") from error
+        told = f"{folder} cannot be written: {error.strerror}"
+        raise StorageError(f"{told}; XDG_CACHE_HOME names another cache folder.") from error
     with scratch:
         _fill(scratch.fileno(), folder)
         yield Path(scratch.name)
@@ -167,7 +168,7 @@ def _fill(descriptor: int, folder: Path) -> None:
     except OSError as error:
         raise StorageError(
             f"A scratch file of {SCRATCH_BYTES} bytes cannot be written to {folder}: "
-            f"{error.strerror}."
+            f"{error.strerror}; make room, or name another cache folder in XDG_CACHE_HOME."
         ) from error
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, SCRATCH_BYTES, os.POSIX_FADV_DONTNEED)

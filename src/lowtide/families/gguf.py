@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from lowtide.config import ModelConfig
-from lowtide.config.fields import MAX_LAYERS
+from lowtide.config.fields import MAX_LAYERS, OTHER_MODEL
 from lowtide.config.rope import PairDivisors
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.unsupported import another_of
@@ -140,7 +140,7 @@ class GgufKeys:
         if len(numbers) != 1:
             raise UnsupportedError(
                 f"{self._prefix}{key} differs between layers, which this family's do not: "
-                f"{', '.join(map(str, sorted(numbers)))}."
+                f"{', '.join(map(str, sorted(numbers)))}; {OTHER_MODEL}."
             )
         return numbers.pop()
 

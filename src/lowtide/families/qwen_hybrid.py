@@ -15,7 +15,7 @@ from lowtide.config import (
     ModelConfig,
     keys,
 )
-from lowtide.config.fields import MAX_HEADS, MAX_LAYERS, Fields
+from lowtide.config.fields import MAX_HEADS, MAX_LAYERS, OTHER_MODEL, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import UnsupportedError
 from lowtide.families.gguf import (
@@ -63,7 +63,8 @@ def read_layers(
     gate = fields.text("output_gate_type", default="silu")
     if gate not in ("silu", "swish"):
         raise UnsupportedError(
-            f"config.json: output_gate_type {shown(gate)} is not supported, only 'silu'."
+            f"config.json: output_gate_type {shown(gate)} is not supported, only 'silu'; "
+            f"{OTHER_MODEL}."
         )
     attention = keys.grouped_attention(
         fields, can_stretch=True, usual_factor=0.25, has_qk_norm=True
@@ -106,7 +107,8 @@ def _layer_types(fields: Fields) -> list[str]:
     for kind in kinds:
         if kind not in (DELTA, ATTENTION):
             raise UnsupportedError(
-                f"config.json: layer_types has {shown(kind)}; supported: {DELTA}, {ATTENTION}."
+                f"config.json: layer_types has {shown(kind)}; supported: {DELTA}, {ATTENTION}. "
+                f"{OTHER_MODEL.capitalize()}."
             )
     return list(kinds)
 

@@ -24,8 +24,10 @@ from lowtide.families.gguf import GgufArchitecture, GgufKeys
 from lowtide.families.unsupported import SOME_THAT_RUN, Unsupported, runs
 from lowtide.families.unsupported import why_unsupported as explained
 from lowtide.files.json_file import read_object, shown
+from lowtide.files.regular_file import FETCH_AGAIN
 
 MAX_CONFIG_BYTES = 16 << 20
+_MENDED = f"Correct the value, give another as a config override, or {FETCH_AGAIN}"
 
 _registered: dict[str, Family] = {}
 
@@ -90,7 +92,7 @@ def gguf_architectures(metadata: Mapping[str, object]) -> tuple[GgufArchitecture
     """
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
-        raise ConfigError("it names no general.architecture.")
+        raise ConfigError(f"it names no general.architecture. {SOME_THAT_RUN}")
     known = [each.gguf for each in families().values() if each.gguf is not None]
     found = tuple(each for each in known if each.name == name)
     if not found:
@@ -127,16 +129,20 @@ def read_config_in(folder: Path, overrides: Mapping[str, object] = NOTHING) -> M
     UsageError for an override without effect.
     """
     if not os.path.isdir(folder):
-        raise ConfigError(f"{folder} is not a folder.")
-    config = read_object(folder / "config.json", MAX_CONFIG_BYTES, ConfigError)
+        raise ConfigError(f"{folder} is not a folder; give the one that has the config.json.")
+    config = _read(folder / "config.json")
     modelopt = _read_if_there(folder / MODELOPT_NAME)
     generation = _read_if_there(folder / "generation_config.json")
     return read_config(with_modelopt(config, modelopt), generation=generation, overrides=overrides)
 
 
+def _read(path: Path) -> Mapping[str, object]:
+    way_out = f"correct it, or {FETCH_AGAIN}" if path.exists() else FETCH_AGAIN
+    return read_object(path, MAX_CONFIG_BYTES, ConfigError, way_out)
+
+
 def _read_if_there(path: Path) -> Mapping[str, object]:
-    is_there = os.path.lexists(path)
-    return read_object(path, MAX_CONFIG_BYTES, ConfigError) if is_there else NOTHING
+    return _read(path) if os.path.lexists(path) else NOTHING
 
 
 def read_config(
@@ -144,12 +150,19 @@ def read_config(
     *,
     generation: Mapping[str, object] = NOTHING,
     overrides: Mapping[str, object] = NOTHING,
+    way_out: str = _MENDED,
 ) -> ModelConfig:
-    """Read the contents of the two files; raises as `read_config_in` does."""
+    """Read the contents of the two files; raises as `read_config_in` does.
+
+    way_out: what to do about a value that cannot be right.
+    """
     fields = Fields({**_of_text(config), **overrides})
     family, architecture = _family_of(fields)
-    eos = read_eos_token_ids(fields, generation, "eos_token_id" in overrides)
-    result = family.read(fields, Origin(family.name, architecture, family.published, eos))
+    try:
+        eos = read_eos_token_ids(fields, generation, "eos_token_id" in overrides)
+        result = family.read(fields, Origin(family.name, architecture, family.published, eos))
+    except ConfigError as error:
+        raise ConfigError(f"{error} {way_out}.") from None
     for name in overrides:
         fields.refuse_unread(name)
     if not result.decoding.writes_in_order:

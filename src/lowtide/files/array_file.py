@@ -90,21 +90,26 @@ def load_arrays(
     dtypes: Mapping[str, str],
     max_bytes: int,
     noun: str,
-    again: str,
+    maker: str,
     versions: Mapping[str, int],
     optional: Sequence[Mapping[str, str]] = (),
     unread: Collection[str] = (),
 ) -> Arrays:
     """Load arrays: those named by `dtypes`, and all or none of each `optional`.
 
-    Raises UsageError, which tells how such a file is made `again`, for a file that is none, has
-    another version, or holds more than `max_bytes`; StorageError if it cannot be read.
+    Raises UsageError for a file that is none, has another version, or holds more than `max_bytes`;
+    StorageError if it cannot be read.
 
+    noun, maker: what such a file is called, and the command that makes one.
     versions: expected contents of version arrays.
     unread: names of arrays that stay in the file.
     """
+    way_out = f"give the path of a {noun}, which {maker} makes"
     try:
-        with open_regular(Path(path)) as (file, _), zipfile.ZipFile(file) as archive:
+        with (
+            open_regular(Path(path), way_out=way_out) as (file, _),
+            zipfile.ZipFile(file) as archive,
+        ):
             wanted, names = dict(dtypes), set(archive.namelist())
             for some in optional:
                 if any(f"{name}.npy" in names for name in some):
@@ -114,11 +119,16 @@ def load_arrays(
     except StorageError as reason:
         raise StorageError(f"{noun.capitalize()} {reason}") from reason
     except OSError as reason:
-        text = f"{noun.capitalize()} {path} cannot be read: {reason.strerror}."
+        text = f"{noun.capitalize()} {path} cannot be read: {reason.strerror}; {way_out}."
         raise StorageError(text) from reason
     except _DAMAGE as reason:
         told = f"{path} is not a lowtide {noun} that can be read: {str(reason).rstrip('.')}"
-        raise UsageError(f"{told}; {again}.") from None
+        raise UsageError(f"{told}; {made_again(maker)}.") from None
+
+
+def made_again(maker: str) -> str:
+    """Return the way out of a damaged file, for the end of an error message."""
+    return f"remove it, and make it again with {maker}"
 
 
 def _check_members(

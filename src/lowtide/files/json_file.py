@@ -12,13 +12,13 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import CheckpointError, LowtideError
 from lowtide.files.mistaken import HEAD_BYTES, mistaken
-from lowtide.files.regular_file import read_regular
+from lowtide.files.regular_file import FETCH_AGAIN, read_regular
 
 MAX_VALUES = 4_000_000
 """Most separators and brackets in a file: half a million tensors, 100 bytes each parsed."""
@@ -28,30 +28,40 @@ _SHOWN_BITS = 256  # a longer integer is described: printing it could cost more 
 
 
 def read_object(
-    path: Path, max_bytes: int, error: type[LowtideError] = CheckpointError
+    path: Path,
+    max_bytes: int,
+    error: type[LowtideError] = CheckpointError,
+    way_out: str = FETCH_AGAIN,
 ) -> dict[str, Any]:
-    """Read the JSON object in a file; raises `error` for anything else."""
-    data = read_regular(path, max_bytes, error).removeprefix(codecs.BOM_UTF8)
-    return parse_object(data, str(path), error)
+    """Read the JSON object in a file; raises `error` for anything else, with this `way_out`."""
+    data = read_regular(path, max_bytes, error, way_out).removeprefix(codecs.BOM_UTF8)
+    return parse_object(data, str(path), error, way_out)
 
 
 def parse_object(
-    data: bytes, source: str, error: type[LowtideError] = CheckpointError
+    data: bytes,
+    source: str,
+    error: type[LowtideError] = CheckpointError,
+    way_out: str = FETCH_AGAIN,
 ) -> dict[str, Any]:
     """Parse a JSON object in UTF-8; `source` names it in the `error` raised for anything else."""
     num_values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
     if num_values > MAX_VALUES:
-        raise error(f"{source} has about {num_values} values; at most {MAX_VALUES} are read.")
+        problem = f"has about {num_values} values; at most {MAX_VALUES} are read"
+        raise error(f"{source} {problem}; {way_out}.")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
     except RecursionError:
-        raise error(f"{source} is nested too deeply to be read.") from None
+        raise error(f"{source} is nested too deeply to be read; {way_out}.") from None
     except ValueError as reason:
         found = mistaken(data[:HEAD_BYTES])
-        told = f"is {found}" if found else f"is not valid JSON: {shown(reason)}"
-        raise error(f"{source} {told}.") from None
+        if found:
+            raise error(f"{source} is {found}.") from None
+        problem = f"is not valid JSON: {shown(reason)}" if data.strip() else "is empty"
+        raise error(f"{source} {problem}; {way_out}.") from None
     if not isinstance(value, dict):
-        raise error(f"{source} must hold a JSON object, not a {type(value).__name__}.")
+        kind = type(value).__name__
+        raise error(f"{source} must hold a JSON object, not a {kind}; {way_out}.")
     return value
 
 
@@ -74,6 +84,12 @@ def meant(name: str, known: Iterable[str]) -> str:
     """Return ` Did you mean NAME?` for an unknown name, or "" if none is similar."""
     near = difflib.get_close_matches(str(name), [*known], 1)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Format the first few of many names for a message."""
+    first = ", ".join(names[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
 
 
 def printable(text: str) -> str:

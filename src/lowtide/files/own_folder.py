@@ -52,7 +52,8 @@ class OwnFolder:
             if isinstance(error, OSError) and os.path.islink(path):
                 raise UsageError(f"{path} is a link: name the folder that it leads to.") from None
             text = error.strerror if isinstance(error, OSError) else str(error)
-            raise StorageError(f"The folder {path} cannot be opened: {text}.") from error
+            told = f"The folder {path} cannot be opened: {text}"
+            raise StorageError(f"{told}; name one of your own that exists.") from error
         try:
             _check_owner(path, os.fstat(self._descriptor))
         except UsageError:
@@ -139,7 +140,8 @@ def own_secret(folder: OwnFolder, name: str) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise StorageError(f"The key {path} cannot be used: {error.strerror}.") from error
+        told = f"The key {path} cannot be used: {error.strerror}"
+        raise StorageError(f"{told}; remove it, and another is drawn.") from error
     if len(secret) != SECRET_BYTES or mode & _OTHERS:
         raise StorageError(
             f"{path} is no key of {SECRET_BYTES} bytes that this user alone can read (mode "

@@ -15,8 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
 
-from lowtide.errors import LowtideError, StorageError
+from lowtide.errors import CheckpointError, LowtideError, StorageError
 from lowtide.files.mistaken import HEAD_BYTES, mistaken
+
+FETCH_AGAIN = "fetch the model again"
+"""Way out of a model's file that is missing or damaged: the end of an error message."""
+OTHER_DRIVE = "Try again, or copy the model to another drive."
+"""Way out of a read of weights that fails."""
 
 
 class RegularFile(NamedTuple):
@@ -84,34 +89,37 @@ def is_in_memory(descriptor: int) -> bool:
 
 @contextmanager
 def open_regular(
-    path: Path, error: type[LowtideError] = StorageError
+    path: Path, error: type[LowtideError] = StorageError, way_out: str = ""
 ) -> Iterator[tuple[BinaryIO, RegularFile]]:
     """Open a regular file for reading; yield it and its identity.
 
-    Raises `error` if it is missing, not regular or cannot be opened.
+    Raises `error`, with this `way_out`, if it is missing, not regular or cannot be opened.
     """
-    descriptor, file = _open(path, error)
+    descriptor, file = _open(path, error, way_out=way_out)
     with open(descriptor, "rb") as stream:
         yield stream, file
 
 
-def read_regular(path: Path, max_bytes: int, error: type[LowtideError] = StorageError) -> bytes:
+def read_regular(
+    path: Path, max_bytes: int, error: type[LowtideError] = StorageError, way_out: str = ""
+) -> bytes:
     """Read a whole file; raises `error` if it cannot be read or exceeds `max_bytes`."""
-    with open_regular(path, error) as (stream, file):
+    with open_regular(path, error, way_out) as (stream, file):
         # It may grow meanwhile, and the size of some files is not known before they are read.
         data = read_from(stream, max_bytes + 1, path, error)
     num_bytes = max(file.num_bytes, len(data))
     if num_bytes > max_bytes:
-        raise error(f"{path} has {num_bytes} bytes; at most {max_bytes} are read.")
+        problem = f"has {num_bytes} bytes; at most {max_bytes} are read"
+        raise error(f"{path} {problem}{_clause(way_out)}.")
     return data
 
 
-def read_own(path: Path, max_bytes: int, error: type[LowtideError] = StorageError) -> bytes:
-    """Read a model's file as `read_regular`; also raises `error` for a pointer or a web page."""
-    data = read_regular(path, max_bytes, error)
+def read_own(path: Path, max_bytes: int) -> bytes:
+    """Read a model's file as `read_regular`; raises CheckpointError, also for a web page."""
+    data = read_regular(path, max_bytes, CheckpointError, FETCH_AGAIN)
     found = mistaken(data[:HEAD_BYTES])
     if found is not None:
-        raise error(f"{path} is {found}.")
+        raise CheckpointError(f"{path} is {found}.")
     return data
 
 
@@ -131,20 +139,29 @@ def read_from(
     return data
 
 
-def _open(path: Path, error: type[LowtideError], flags: int = 0) -> tuple[int, RegularFile]:
+def _clause(way_out: str) -> str:
+    return f"; {way_out}" if way_out else ""
+
+
+def _open(
+    path: Path, error: type[LowtideError], flags: int = 0, way_out: str = ""
+) -> tuple[int, RegularFile]:
     try:
         # Without O_NONBLOCK this waits for a pipe's other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | flags)
     except FileNotFoundError:
         detail = ": its link leads nowhere" if os.path.islink(path) else ""
-        raise error(f"{path} is missing{detail}.") from None
+        raise error(f"{path} is missing{detail}{_clause(way_out)}.") from None
+    except PermissionError as reason:
+        told = f"{path} cannot be opened: {reason.strerror}"
+        raise error(f"{told}; give this user the right to read it.") from reason
     except (OSError, ValueError) as reason:
         text = reason.strerror if isinstance(reason, OSError) else str(reason)
         raise error(f"{path} cannot be opened: {text}.") from reason
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise error(f"{path} is not a regular file.")
+        raise error(f"{path} is not a regular file{_clause(way_out)}.")
     os.set_blocking(descriptor, True)
     identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     return descriptor, RegularFile(path, status.st_size, identity)

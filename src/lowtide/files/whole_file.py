@@ -77,8 +77,8 @@ def _refusing(path: Path, noun: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{noun.capitalize()} {path}"
-        raise StorageError(f"{what} cannot be written: {error.strerror or error}.") from error
+        told = f"{noun.capitalize()} {path} cannot be written: {error.strerror or error}"
+        raise StorageError(f"{told}; make room, or name another file.") from error
 
 
 def _is_replaced(path: Path) -> bool:

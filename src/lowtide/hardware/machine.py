@@ -356,7 +356,8 @@ def _time_reads(reader: FileReader, reads: Sequence[Read]) -> float:
             ticket.result(READ_LIMIT_S)
     except TimeoutError as error:
         raise StorageError(
-            f"A read of {reads[0].num_bytes >> 20} MiB has not ended within {READ_LIMIT_S:g} s."
+            f"A read of {reads[0].num_bytes >> 20} MiB has not ended within {READ_LIMIT_S:g} s; "
+            "its drive does not answer. Try again, or copy the model to another."
         ) from error
     return perf_counter() - start_s
 

@@ -147,7 +147,8 @@ def load(key: CostKey) -> Stored | None:
     except CheckpointError as error:
         raise StorageError(str(error)) from error
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise StorageError(f"{path} does not hold measured costs: {error}.") from error
+        told = f"{path} does not hold measured costs: {error}"
+        raise StorageError(f"{told}; remove it, and they are measured again.") from error
 
 
 def save(key: CostKey, stored: Stored) -> None:
@@ -216,7 +217,7 @@ def read_kept(path: Path, identity: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises CheckpointError, and ValueError for a file that is of something else.
     """
-    content = read_object(path, MAX_FILE_BYTES)
+    content = read_object(path, MAX_FILE_BYTES, way_out="remove it, and what it keeps is measured")
     if content.get("of") != json.loads(json.dumps(identity)):
         raise ValueError("it is of another machine, model or version")
     return content
@@ -229,7 +230,8 @@ def write_kept(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{path.parent} cannot be made: {error.strerror}.") from error
+        told = f"{path.parent} cannot be made: {error.strerror}"
+        raise StorageError(f"{told}; XDG_CACHE_HOME names another cache folder.") from error
     with whole_file(path, what) as file:
         file.write((json.dumps({"of": identity, **measured}, indent=1) + "\n").encode())
 

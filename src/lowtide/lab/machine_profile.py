@@ -48,11 +48,16 @@ def profile_text(diagnosis: Diagnosis) -> str:
     if no experts or no device were measured.
     """
     if not diagnosis.costs:
-        raise StorageError("A profile is made of a model's experts, and this model has none.")
+        raise StorageError(
+            "A profile is made of a model's experts, and this model has none; give one that has."
+        )
     costs = diagnosis.costs[0]
     measured = costs.stored.measurements
     if measured.link is None or measured.sync is None:
-        raise StorageError("No device was measured, and a profile needs one.")
+        raise StorageError(
+            "No device was measured, and a profile needs one; add --device emulated, or run bench "
+            "where there is a GPU."
+        )
     machine = diagnosis.machine
     device_bytes = machine.memory_bytes
     if machine.gpu is not None and costs.device.startswith("cuda"):

@@ -37,14 +37,15 @@ def read_questions(path: Path) -> list[ChoiceQuestion]:
         with path.open("rb") as file:
             data = read_from(file, MAX_FILE_BYTES + 1, f"The questions {path}")
     except OSError as reason:
-        raise StorageError(f"The questions {path} cannot be read: {reason.strerror}.") from reason
+        told = f"The questions {path} cannot be read: {reason.strerror}"
+        raise StorageError(f"{told}; give a file with one a line, as {_FORMAT}.") from reason
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path} has more than {MAX_FILE_BYTES} bytes; give a part of it.")
     try:
         # By newlines alone: within a text JSON allows other ends of lines as they are.
         lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError:
-        raise UsageError(f"The questions {path} are not in UTF-8.") from None
+        raise UsageError(f"The questions {path} are not in UTF-8; save them so.") from None
     found = [
         _question(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()
     ]
@@ -73,7 +74,9 @@ def _question(line: str, where: str) -> ChoiceQuestion:
         raise UsageError(f"{where}: choices are 2 to {MAX_CHOICES} texts, none of them empty.")
     for text in (context, *choices):
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UsageError(f"{where} has half of a surrogate pair, which is no character.")
+            raise UsageError(
+                f"{where} has half of a surrogate pair, which is no character: mend it."
+            )
     is_index = isinstance(answer, int) and not isinstance(answer, bool)
     if not is_index or not 0 <= answer < len(choices):
         raise UsageError(

@@ -16,7 +16,7 @@ import tokenizers
 
 from lowtide.errors import CheckpointError
 from lowtide.files.json_file import read_object, shown
-from lowtide.files.regular_file import read_own
+from lowtide.files.regular_file import FETCH_AGAIN, read_own
 from lowtide.model_folder.gguf_pretokenizers import WORD_RULES, merged_pair
 
 VOCABULARY_NAME, MERGES_NAME = "vocab.json", "merges.txt"
@@ -58,7 +58,7 @@ def read_byte_level_files(folder: Path, config: Mapping[str, Any]) -> tokenizers
         if type(number) is not int or not 0 <= number < _MAX_TOKENS:
             raise CheckpointError(
                 f"{path}: token {shown(token)} has {shown(number)}, which is no number from 0 to "
-                f"{_MAX_TOKENS - 1}."
+                f"{_MAX_TOKENS - 1}; {FETCH_AGAIN}."
             )
     words = _RULES[config["tokenizer_class"]]
     backend = words.byte_level(vocabulary, _read_merges(folder / MERGES_NAME))
@@ -68,9 +68,9 @@ def read_byte_level_files(folder: Path, config: Mapping[str, Any]) -> tokenizers
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     try:
-        text = read_own(path, _MAX_FILE_BYTES, CheckpointError).decode("utf-8-sig")
+        text = read_own(path, _MAX_FILE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not text in UTF-8: {error}.") from error
+        raise CheckpointError(f"{path} is not text in UTF-8: {error}; {FETCH_AGAIN}.") from error
     pairs = []
     for number, line in enumerate(text.split("\n"), 1):
         merge = line.removesuffix("\r")
@@ -78,7 +78,8 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
             continue
         pair = merged_pair(merge)
         if pair is None:
-            raise CheckpointError(f"{path}: line {number}, {shown(merge)}, is not two tokens.")
+            problem = f"line {number}, {shown(merge)}, is not two tokens"
+            raise CheckpointError(f"{path}: {problem}; {FETCH_AGAIN}.")
         pairs.append(pair)
     return pairs
 
@@ -87,20 +88,20 @@ def _add_tokens(backend: tokenizers.Tokenizer, listed: object, folder: Path) -> 
     """Add the tokens of `tokenizer_config.json`, whose ids follow the vocabulary's."""
     where = f"{folder}: added_tokens_decoder of tokenizer_config.json"
     if not isinstance(listed, dict) or len(listed) > _MAX_TOKENS:
-        raise CheckpointError(f"{where} must map numbers to tokens.")
+        raise CheckpointError(f"{where} must map numbers to tokens; {FETCH_AGAIN}.")
     tokens: dict[int, tokenizers.AddedToken] = {}
     for number, entry in listed.items():
         flags = {flag: entry.get(flag, False) for flag in _FLAGS} if isinstance(entry, dict) else {}
         is_token = flags and isinstance(entry.get("content"), str) and entry["content"]
         if not is_token or not all(isinstance(flag, bool) for flag in flags.values()):
-            raise CheckpointError(f"{where}: {shown(entry)} is not a token.")
+            raise CheckpointError(f"{where}: {shown(entry)} is not a token; {FETCH_AGAIN}.")
         if not number.isascii() or not number.isdecimal() or len(number) > len(str(_MAX_TOKENS)):
-            raise CheckpointError(f"{where}: {shown(number)} is no token's number.")
+            raise CheckpointError(f"{where}: {shown(number)} is no token's number; {FETCH_AGAIN}.")
         tokens[int(number)] = tokenizers.AddedToken(entry["content"], **flags)
     backend.add_tokens([tokens[number] for number in sorted(tokens)])
     for number, token in tokens.items():
         if backend.token_to_id(token.content) != number:
             raise CheckpointError(
                 f"{where} gives {shown(token.content)} the number {number}, and it follows as "
-                f"{backend.token_to_id(token.content)}."
+                f"{backend.token_to_id(token.content)}; {FETCH_AGAIN}."
             )

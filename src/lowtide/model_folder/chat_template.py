@@ -17,7 +17,7 @@ from typing import Any
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.files.json_file import printable, shown
 from lowtide.files.long_json import write_json
-from lowtide.files.regular_file import read_own
+from lowtide.files.regular_file import FETCH_AGAIN, read_own
 from lowtide.model_folder.chat_messages import (
     checked_messages,
     forms,
@@ -111,12 +111,12 @@ def _checked_template(template: object, where: Path) -> str | None:
     if not isinstance(template, str):
         raise CheckpointError(
             f"{where}: chat_template must be a string or a list of named ones, "
-            f"not {type(template).__name__}."
+            f"not {type(template).__name__}; correct it, or {FETCH_AGAIN}."
         )
     if len(template) > MAX_TEMPLATE_CHARS:
         raise CheckpointError(
             f"{where}: the chat template has {len(template)} characters; "
-            f"at most {MAX_TEMPLATE_CHARS} are accepted."
+            f"at most {MAX_TEMPLATE_CHARS} are accepted: shorten it."
         )
     return template.removeprefix("\ufeff")  # a byte order mark is no part of a prompt
 
@@ -241,7 +241,8 @@ def _named_templates(named: list[Any], folder: Path) -> dict[str, object]:
         if not all(isinstance(value, str) for value in values):
             raise CheckpointError(
                 f"{folder}: entry {i} of the {len(named)} in chat_template must have a name and a "
-                f"template, both strings; it has {', '.join(map(shown, values))}."
+                f"template, both strings; it has {', '.join(map(shown, values))}. Correct it, or "
+                f"{FETCH_AGAIN}."
             )
     templates: dict[str, object] = {entry["name"]: entry["template"] for entry in named}
     if "default" in templates:
@@ -249,12 +250,13 @@ def _named_templates(named: list[Any], folder: Path) -> dict[str, object]:
     if len(templates) == 1:
         return {"default": next(iter(templates.values()))}
     raise CheckpointError(
-        f"{folder}: chat_template lists {len(named)} templates and none is named 'default'."
+        f"{folder}: chat_template lists {len(named)} templates and none is named 'default'; give "
+        "that name to one of them."
     )
 
 
 def _read_text(path: Path) -> str:
     try:
-        return read_own(path, 4 * MAX_TEMPLATE_CHARS, CheckpointError).decode("utf-8")
+        return read_own(path, 4 * MAX_TEMPLATE_CHARS).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not text in UTF-8: {error}.") from error
+        raise CheckpointError(f"{path} is not text in UTF-8: {error}; {FETCH_AGAIN}.") from error

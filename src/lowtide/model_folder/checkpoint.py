@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, TypeGuard
 from numpy.typing import NDArray
 
 from lowtide.errors import CheckpointError, StorageError
-from lowtide.files.json_file import parse_object, read_object, shown
+from lowtide.files.json_file import listed, parse_object, read_object, shown
 from lowtide.files.mistaken import HEAD_BYTES, mistaken_weights
-from lowtide.files.regular_file import RegularFile, open_regular, read_from
+from lowtide.files.regular_file import FETCH_AGAIN, RegularFile, open_regular, read_from
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format; also applied to index files."""
@@ -124,6 +124,12 @@ class Checkpoint:
         naming the file and the numbers, for anything missing, damaged or contradictory.
         """
         names, weight_map = _find_files(folder)
+        missing = [name for name in names if not os.path.lexists(folder / name)]
+        if missing:
+            raise CheckpointError(
+                f"{folder} is not whole: of the {len(names)} files that {INDEX_NAME} names "
+                f"{len(missing)} are missing ({listed(missing)}); {FETCH_AGAIN}."
+            )
         headers = [read_header(folder / name) for name in names]
         checkpoint = cls.of_headers(headers)
         _check_index(weight_map, checkpoint.tensors, names, folder)
@@ -142,21 +148,25 @@ class Checkpoint:
             if shared := tensors.keys() & entries.keys():
                 name = min(shared)
                 first, second = names[tensors[name].file], names[index]
-                raise CheckpointError(f"Tensor {shown(name)} is both in {first} and in {second}.")
+                raise CheckpointError(
+                    f"Tensor {shown(name)} is both in {first} and in {second}; {FETCH_AGAIN}."
+                )
             tensors.update(entries)
         return cls(tuple(file for file, _ in headers), tensors)
 
 
 def read_header(path: Path) -> tuple[RegularFile, bytes]:
     """Read a safetensors file's header as JSON. Raises CheckpointError."""
-    with open_regular(path, CheckpointError) as (stream, file):
+    with open_regular(path, CheckpointError, FETCH_AGAIN) as (stream, file):
         start = read_from(stream, HEAD_BYTES, path, CheckpointError)
         header_bytes = header_num_bytes(start, file.num_bytes, path)
         data = start[LENGTH_BYTES:][:header_bytes]
         if len(data) < header_bytes:
             data += read_from(stream, header_bytes - len(data), path, CheckpointError)
     if len(data) != header_bytes:
-        raise CheckpointError(f"{path} ended after {len(data)} of {header_bytes} header bytes.")
+        raise CheckpointError(
+            f"{path} ended after {len(data)} of {header_bytes} header bytes; fetch it again."
+        )
     return file, data
 
 
@@ -170,16 +180,19 @@ def header_num_bytes(start: bytes, file_bytes: int, path: Path) -> int:
         if found is not None:
             raise CheckpointError(f"{path} is {found}.")
     if len(start) < LENGTH_BYTES:
-        raise CheckpointError(f"{path} has {file_bytes} bytes, too few for a safetensors file.")
+        raise CheckpointError(
+            f"{path} has {file_bytes} bytes, too few for a safetensors file; fetch it again."
+        )
     num_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
     if num_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path} announces a header of {num_bytes} bytes; the format allows {MAX_HEADER_BYTES}."
+            f"{path} announces a header of {num_bytes} bytes; the format allows "
+            f"{MAX_HEADER_BYTES}. Fetch it again."
         )
     if num_bytes > file_bytes - LENGTH_BYTES:
         raise CheckpointError(
             f"{path} announces a header of {num_bytes} bytes but has {file_bytes} bytes in all; it "
-            "is truncated or not a safetensors file."
+            "is truncated or not a safetensors file. Fetch it again."
         )
     return num_bytes
 
@@ -195,7 +208,10 @@ def shard_names(names: Collection[str], where: str) -> tuple[str, ...]:
     matches = [match for name in found if (match := _SHARD.fullmatch(name))]
     if not matches:
         told = f"found only {', '.join(found[:4])}" if found else "no *.safetensors was found"
-        raise CheckpointError(f"{where} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {told}.")
+        raise CheckpointError(
+            f"{where} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {told}. Choose a model in "
+            "safetensors or GGUF."
+        )
     totals = sorted({int(match[2]) for match in matches})
     if len(totals) > 1:
         raise CheckpointError(
@@ -207,7 +223,8 @@ def shard_names(names: Collection[str], where: str) -> tuple[str, ...]:
     if missing or len(matches) != totals[0]:
         raise CheckpointError(
             f"{where} holds {len(matches)} of {totals[0]} shards"
-            + (f"; number {missing[0]} is missing." if missing else ".")
+            + (f"; number {missing[0]} is missing. " if missing else ". ")
+            + f"{FETCH_AGAIN.capitalize()}."
         )
     return tuple(match[0] for match in matches)
 
@@ -216,12 +233,12 @@ def checked_weight_map(index: Mapping[str, Any], source: str) -> dict[str, str]:
     """Return an index's map from tensor to file name. Raises CheckpointError naming `source`."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{source} has no weight_map, or an empty one.")
+        raise CheckpointError(f"{source} has no weight_map, or an empty one; {FETCH_AGAIN}.")
     for tensor, name in weight_map.items():
         if not _is_plain_file_name(name):
             raise CheckpointError(
                 f"{source} says that tensor {shown(tensor)} is in {shown(name)}, which is not the "
-                "plain name of a *.safetensors file beside it."
+                f"plain name of a *.safetensors file beside it; {FETCH_AGAIN}."
             )
     return weight_map
 
@@ -229,7 +246,7 @@ def checked_weight_map(index: Mapping[str, Any], source: str) -> dict[str, str]:
 def _find_files(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return file names in order, and the index's map from tensor to file (or an empty one)."""
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a folder.")
+        raise CheckpointError(f"{folder} is not a folder; give the one that has the model's files.")
     if os.path.lexists(folder / SINGLE_NAME):
         return (SINGLE_NAME,), {}
     if os.path.lexists(folder / INDEX_NAME):
@@ -257,7 +274,7 @@ def _check_index(
             where = "in no shard" if entry is None else f"in {names[entry.file]}"
             raise CheckpointError(
                 f"{folder / INDEX_NAME} says that tensor {shown(tensor)} is in {name}, but it is "
-                f"{where}; fetch the model again."
+                f"{where}; {FETCH_AGAIN}."
             )
 
 
@@ -268,16 +285,25 @@ def _entries(file: RegularFile, data: bytes, index: int) -> dict[str, TensorEntr
     metadata = header.pop("__metadata__", None)
     are_texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
     if metadata is not None and not are_texts:
-        raise CheckpointError(f"{path}: __metadata__ must map names to texts.")
+        raise CheckpointError(f"{path}: __metadata__ must map names to texts; fetch it again.")
     start = LENGTH_BYTES + len(data)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # thousands of equal ones are held once
     try:
         entries = {
             name: _entry(name, item, index, start, size, shapes) for name, item in header.items()
         }
-        _check_coverage(entries.values(), start, file)
+        end = _end_of(entries.values(), start)
     except ValueError as reason:
-        raise CheckpointError(f"{path}: {reason}.") from None
+        raise CheckpointError(f"{path}: {reason}; fetch it again.") from None
+    if end != size and _begins_another(file, end):
+        raise CheckpointError(
+            f"{path}: another safetensors file begins at byte {end}: parts that were joined, as "
+            "cat does, are not one file; fetch them apart, or cut it there."
+        )
+    if end != size:
+        raise CheckpointError(
+            f"{path}: {size - end} bytes after the last tensor belong to no tensor; fetch it again."
+        )
     return entries
 
 
@@ -307,7 +333,7 @@ def _entry(
     if end > size - start:
         raise ValueError(
             f"tensor {shown(name)} ends at byte {end} of {size - start} data bytes; the file of "
-            f"{size} bytes is truncated or its header is wrong; fetch it again"
+            f"{size} bytes is truncated or its header is wrong"
         )
     bits = _num_elements(name, shape) * DTYPE_BITS[dtype]
     if bits != 8 * (end - begin):
@@ -334,21 +360,16 @@ def _num_elements(name: str, shape: Iterable[int]) -> int:
     return product
 
 
-def _check_coverage(entries: Iterable[TensorEntry], start: int, file: RegularFile) -> None:
-    end, size = start, file.num_bytes
+def _end_of(entries: Iterable[TensorEntry], start: int) -> int:
+    """Return the end of the last tensor; raises ValueError for holes and overlaps before it."""
+    end = start
     for _, offset, num_bytes, *_ in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
         if offset < end:
             raise ValueError(f"two tensors overlap at data byte {offset - start}")
         if offset > end:
             raise ValueError(f"data bytes {end - start} to {offset - start} belong to no tensor")
         end = offset + num_bytes
-    if end != size and _begins_another(file, end):
-        raise ValueError(
-            f"another safetensors file begins at byte {end}: parts that were joined, as cat does, "
-            f"are not one file; fetch them apart, or cut it there"
-        )
-    if end != size:
-        raise ValueError(f"{size - end} bytes after the last tensor belong to no tensor")
+    return end
 
 
 def _begins_another(file: RegularFile, offset: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lowtide.errors import CheckpointError
-from lowtide.files.regular_file import open_regular, read_from
+from lowtide.files.regular_file import FETCH_AGAIN, open_regular, read_from
 
 MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
@@ -30,7 +30,7 @@ def is_gguf(path: Path) -> bool:
         return True
     if not path.is_file():
         return False
-    with open_regular(path, CheckpointError) as (stream, _):
+    with open_regular(path, CheckpointError, FETCH_AGAIN) as (stream, _):
         return read_from(stream, len(MAGIC), path, CheckpointError) == MAGIC
 
 
@@ -45,7 +45,9 @@ def first_gguf(folder: Path) -> Path | None:
     for files in models.values():
         split = SPLIT.fullmatch(files[0])
         if split is not None and int(split[2]) != 1:
-            raise CheckpointError(f"{folder} holds {files[0]}, but not the first of its files.")
+            raise CheckpointError(
+                f"{folder} holds {files[0]}, but not the first of its files; fetch the others, too."
+            )
         return folder / files[0]
     return None
 

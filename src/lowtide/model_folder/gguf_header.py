@@ -25,7 +25,7 @@ from lowtide.core import align_up
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.files.json_file import shown
 from lowtide.files.mistaken import HEAD_BYTES, mistaken_weights
-from lowtide.files.regular_file import RegularFile, open_regular, read_from
+from lowtide.files.regular_file import FETCH_AGAIN, RegularFile, open_regular, read_from
 from lowtide.formats import MatrixFormat
 from lowtide.formats.ggml import FORMATS as PACKED
 from lowtide.formats.ggml import TYPE_NAMES
@@ -116,7 +116,7 @@ class GgufHeader:
         Raises CheckpointError, naming the file and the numbers, for a file that is truncated,
         damaged or contradictory, UnsupportedError for an unsupported type of weights.
         """
-        with open_regular(path, CheckpointError) as (stream, file):
+        with open_regular(path, CheckpointError, FETCH_AGAIN) as (stream, file):
             return cls.parse(
                 lambda offset, num_bytes: read_from(stream, num_bytes, path, CheckpointError), file
             )
@@ -157,8 +157,8 @@ class _Cursor:
         self.file = file
         self._read = read
 
-    def fail(self, problem: str) -> NoReturn:
-        raise CheckpointError(f"{self.file.path}: {problem}.")
+    def fail(self, problem: str, way_out: str = "fetch it again") -> NoReturn:
+        raise CheckpointError(f"{self.file.path}: {problem}; {way_out}.")
 
     def need(self, stop: int) -> None:
         """Read the file's bytes up to `stop` into the buffer."""
@@ -224,7 +224,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
         name = "of a big-endian machine" if version >> 16 else f"version {version}"
         raise UnsupportedError(
             f"{cursor.file.path} is a GGUF file {name}; little-endian ones of version "
-            f"{' and '.join(map(str, _VERSIONS))} are read."
+            f"{' and '.join(map(str, _VERSIONS))} are read. Choose another file of the model."
         )
     counts = cursor.number("<Q"), cursor.number("<Q")
     for count, noun in zip(counts, ("tensors", "keys"), strict=True):
@@ -237,11 +237,11 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
 def _fail_without_magic(cursor: _Cursor) -> NoReturn:
     found = mistaken_weights(bytes(cursor.buffer[:HEAD_BYTES]))
     if found is not None:
-        cursor.fail(f"it is {found}")
-    piece = _of_pieces(cursor.file.path)
+        raise CheckpointError(f"{cursor.file.path}: it is {found}.")
+    begins = bytes(cursor.buffer[:4])
     cursor.fail(
-        f"it is no GGUF file: it begins with {bytes(cursor.buffer[:4])!r}, not with b'GGUF'; fetch "
-        f"it again, or give another file{piece}"
+        f"it is no GGUF file: it begins with {begins!r}, not with b'GGUF'",
+        f"fetch it again, or give another file{_of_pieces(cursor.file.path)}",
     )
 
 
@@ -304,8 +304,8 @@ def _tensor(cursor: _Cursor) -> _Entry:
         # Types of as many bytes would pass for one another: a norm in bfloat16 for one in float16.
         cursor.fail(
             f"tensor {shown(name)} is of type {found.name}; llama.cpp's files have vectors and "
-            "biases in F32. Its type is wrong, or another program wrote it: fetch it again, or "
-            "convert the model with llama.cpp"
+            "biases in F32. Its type is wrong, or another program wrote it",
+            "fetch it again, or convert the model with llama.cpp",
         )
     if shape[-1] % found.block_size:
         cursor.fail(

@@ -31,7 +31,7 @@ from lowtide.families.gguf import (
 )
 from lowtide.families.unsupported import SOME_THAT_RUN
 from lowtide.files.json_file import shown
-from lowtide.files.regular_file import RegularFile
+from lowtide.files.regular_file import OTHER_DRIVE, RegularFile
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.extra_layers import warn_of_extra_layers
 from lowtide.model_folder.gguf_eos import ending_ids
@@ -42,6 +42,7 @@ from lowtide.model_folder.tokenizer import Tokenizer
 
 _MAX_FILES = 4096
 _MAX_VECTOR_BYTES = 65536
+_OTHER_FILE = "Fetch it again, or choose another file of the model"
 
 ReadPart = Callable[[RegularFile, int, int], bytes]
 """Reads n bytes of a file from an offset on; fewer only at its end."""
@@ -53,7 +54,8 @@ def _local_part(file: RegularFile, offset: int, num_bytes: int) -> bytes:
     try:
         return os.pread(descriptor, num_bytes, offset)
     except OSError as reason:
-        raise StorageError(f"{file.path} cannot be read: {reason.strerror}.") from reason
+        problem = f"cannot be read: {reason.strerror}"
+        raise StorageError(f"{file.path} {problem}. {OTHER_DRIVE}") from reason
     finally:
         os.close(descriptor)
 
@@ -99,10 +101,8 @@ class GgufModel:
 
     def config(self, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:
         """Return the model's configuration; `overrides` and errors as in `read_config_in`."""
-        keys = _keys(self.headers, self.read_part)
         try:
-            config = {**self.architecture.config(keys), **_token_ids(self.metadata)}
-            return read_config(config, overrides=overrides)
+            return read_config(self._as_config(), overrides=overrides, way_out=_OTHER_FILE)
         except ConfigError as error:
             raise ConfigError(f"{self.path}, as a config.json: {error}") from None
         except UnsupportedError as error:
@@ -110,6 +110,14 @@ class GgufModel:
             raise UnsupportedError(
                 f"{self.path}, as a config.json: {error}{name} {SOME_THAT_RUN}"
             ) from None
+
+    def _as_config(self) -> dict[str, object]:
+        """Return the metadata under the keys of a `config.json`."""
+        keys = _keys(self.headers, self.read_part)
+        try:
+            return {**self.architecture.config(keys), **_token_ids(self.metadata)}
+        except ConfigError as error:
+            raise ConfigError(f"{error} {_OTHER_FILE}.") from None
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer, or None without one. Raises CheckpointError or UnsupportedError."""
@@ -148,7 +156,9 @@ class GgufModel:
                 if isinstance(ours, RearrangedTensor):
                     arranged.append(found._replace(arranged=ours))
                 elif ours in tensors:
-                    raise CheckpointError(f"{self.path}: tensor {shown(name)} is given twice.")
+                    raise CheckpointError(
+                        f"{self.path}: tensor {shown(name)} is given twice. {_OTHER_FILE}."
+                    )
                 else:
                     tensors[ours] = TensorEntry(*found.place, tensor.shape)
         tensors |= _put_together(arranged, tensors, config)
@@ -167,7 +177,7 @@ class GgufModel:
             if tensor.shape[0] != sum(rows.values()):
                 raise CheckpointError(
                     f"{header.file.path}: tensor {shown(name)} has {tensor.shape[0]} rows; the "
-                    f"metadata makes it {sum(rows.values())}."
+                    f"metadata makes it {sum(rows.values())}. {_OTHER_FILE}."
                 )
             row_bytes, offset = tensor.num_bytes // tensor.shape[0], tensor.offset
             for part, count in rows.items():
@@ -205,7 +215,7 @@ def _short_vector(header: GgufHeader, name: str, read_part: ReadPart) -> list[fl
     if tensor.format.name != "F32" or tensor.num_bytes > _MAX_VECTOR_BYTES:
         raise CheckpointError(
             f"{header.file.path}: tensor {shown(name)} is {tensor.format.name} of shape "
-            f"{list(tensor.shape)}, not a short vector of float32."
+            f"{list(tensor.shape)}, not a short vector of float32. {_OTHER_FILE}."
         )
     data = read_part(header.file, tensor.offset, tensor.num_bytes)
     if len(data) < tensor.num_bytes:
@@ -246,7 +256,7 @@ def _put_together(
             if math.prod(stored) != math.prod(wanted) or width != wanted[-1]:
                 raise CheckpointError(
                     f"Tensor {shown(each.name)} has shape {list(stored)}; the metadata makes it "
-                    f"{list(wanted)}."
+                    f"{list(wanted)}. {_OTHER_FILE}."
                 )
             parts.setdefault(each.arranged.name, []).append(StoredPart(*each.place, view))
     return {name: _entry(name, of_it) for name, of_it in parts.items()}
@@ -257,7 +267,8 @@ def _entry(name: str, parts: Sequence[StoredPart]) -> TensorEntry:
     num_elements = sum(math.prod(part.view.stored_shape) for part in parts)
     if num_elements != math.prod(shape):
         raise CheckpointError(
-            f"{num_elements} of the {math.prod(shape)} weights of {shown(name)} are in the file."
+            f"{num_elements} of the {math.prod(shape)} weights of {shown(name)} are in the file. "
+            f"{_OTHER_FILE}."
         )
     first = parts[0]
     place = (first.file, first.offset, first.num_bytes, first.dtype)
@@ -282,7 +293,10 @@ def _others(path: Path, first: GgufHeader) -> list[Path]:
     """Return the other files of a split, in order. Raises CheckpointError for a wrong name."""
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int) or not 0 <= count <= _MAX_FILES:
-        raise CheckpointError(f"{path}: split.count is {shown(count)}.")
+        raise CheckpointError(
+            f"{path}: split.count is {shown(count)}, not a number from 0 to {_MAX_FILES}. "
+            f"{_OTHER_FILE}."
+        )
     if count <= 1:
         return []
     match = SPLIT.fullmatch(path.name)
@@ -304,20 +318,21 @@ def _check_split(headers: Sequence[GgufHeader]) -> None:
         if said != number:
             raise CheckpointError(
                 f"{header.file.path} says that it is file {shown(said)} of its set (from 0), not "
-                f"{number}."
+                f"{number}; give it its name back, or fetch it again."
             )
         count = header.metadata.get("split.count", len(headers))
         if len(headers) > 1 and count != len(headers):
             raise CheckpointError(
                 f"{header.file.path} says that it is one of {shown(count)} files, and the first of "
-                f"its set that they are {len(headers)}; they do not belong together."
+                f"its set that they are {len(headers)}; they do not belong together. Fetch all "
+                "from one repository."
             )
     found = sum(len(header.tensors) for header in headers)
     wanted = headers[0].metadata.get("split.tensors.count", found)
     if len(headers) > 1 and wanted != found:
         raise CheckpointError(
             f"{headers[0].file.path} and the files after it have {found} tensors, not "
-            f"{shown(wanted)}; they do not belong together."
+            f"{shown(wanted)}; they do not belong together. Fetch all from one repository."
         )
 
 

@@ -39,6 +39,7 @@ MAX_PIECE_CHARS = 128
 """Longest piece whose merges are searched. Published pieces have 16, runs of spaces more."""
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
+_FETCH = "Fetch the file again"
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "mask": "mask_token"}
 
@@ -61,7 +62,7 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
     special = _special_tokens(metadata, tokens, path)
     keys = _TEMPLATE_KEY, f"{_TEMPLATE_KEY}.tool_use"
     templates = checked_templates(metadata.get(keys[0]), metadata.get(keys[1]), path)
-    with blamed(f"{path}: its metadata does not make a tokenizer", "Fetch the file again"):
+    with blamed(f"{path}: its metadata does not make a tokenizer", _FETCH):
         backend = kinds[kind](metadata, tokens, path)
         _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", tokens, path), tokens)
         if _adds_bos(metadata, kind) and "bos_token" in special:
@@ -96,7 +97,8 @@ def _listed_merges(metadata: Metadata, tokens: Sequence[str], path: Path) -> lis
     for merge in _strings(metadata, "tokenizer.ggml.merges", path, most):
         pair = merged_pair(merge)
         if pair is None:
-            raise CheckpointError(f"{path}: the merge {shown(merge)} is not one of two tokens.")
+            problem = f"the merge {shown(merge)} is not one of two tokens"
+            raise CheckpointError(f"{path}: {problem}. {_FETCH}.")
         pairs.append(pair)
     return pairs
 
@@ -104,7 +106,7 @@ def _listed_merges(metadata: Metadata, tokens: Sequence[str], path: Path) -> lis
 def _sentence_pieces(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
     scores = _numbers(metadata, "tokenizer.ggml.scores", tokens, path)
     if not scores:
-        raise CheckpointError(f"{path}: its {len(tokens)} tokens have no scores.")
+        raise CheckpointError(f"{path}: its {len(tokens)} tokens have no scores. {_FETCH}.")
     has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     merges = _merges(_vocabulary(tokens), scores)
     return _pieces(metadata, tokens, path, merges, has_prefix)
@@ -127,7 +129,8 @@ def _pieces(
     """
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
-        raise CheckpointError(f"{path}: there is no token {shown(unknown)} for unknown text.")
+        problem = f"there is no token {shown(unknown)} for unknown text"
+        raise CheckpointError(f"{path}: {problem}. {_FETCH}.")
     backend = tokenizers.Tokenizer(
         models.BPE(
             _vocabulary(tokens),
@@ -192,7 +195,7 @@ def _special_tokens(metadata: Metadata, tokens: Sequence[str], path: Path) -> di
         if not isinstance(number, int) or not 0 <= number < len(tokens):
             raise CheckpointError(
                 f"{path}: tokenizer.ggml.{name}_token_id {shown(number)} is none of {len(tokens)} "
-                "tokens."
+                f"tokens. {_FETCH}."
             )
         special[called] = tokens[number]
     return special
@@ -205,16 +208,16 @@ def _strings(metadata: Metadata, key: str, path: Path, most: int) -> list[str]:
     """
     value = metadata.get(key)
     if not isinstance(value, GgufArray) or not value.is_text:
-        raise CheckpointError(f"{path}: {key} is {shown(value)}, not an array of texts.")
+        raise CheckpointError(f"{path}: {key} is {shown(value)}, not an array of texts. {_FETCH}.")
     if value.num_elements > most:
         raise CheckpointError(
-            f"{path}: {key} has {value.num_elements} texts; at most {most} are read."
+            f"{path}: {key} has {value.num_elements} texts; at most {most} are read. {_FETCH}."
         )
     most_bytes = MOST_TEXT_BYTES + BYTES_PER_TEXT * value.num_elements
     if len(value.data) > most_bytes:
         raise CheckpointError(
             f"{path}: the {value.num_elements} texts of {key} have {len(value.data)} bytes; at "
-            f"most {most_bytes} are read."
+            f"most {most_bytes} are read. {_FETCH}."
         )
     return list(value.strings())
 
@@ -226,6 +229,6 @@ def _numbers(metadata: Metadata, key: str, tokens: Sequence[str], path: Path) ->
         return []
     if not isinstance(value, GgufArray) or value.is_text or value.num_elements != len(tokens):
         raise CheckpointError(
-            f"{path}: {key} is {shown(value)}, not an array of {len(tokens)} numbers."
+            f"{path}: {key} is {shown(value)}, not an array of {len(tokens)} numbers. {_FETCH}."
         )
     return value.numbers()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lowtide.core import NOTHING
 from lowtide.errors import CheckpointError, ConfigError, HubError, UsageError
-from lowtide.files.json_file import meant, shown
+from lowtide.files.json_file import listed, meant, shown
 from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES, OLD_DEMO_NAMES
 from lowtide.model_folder.gguf_file import (
     choose_gguf,
@@ -29,12 +29,12 @@ from lowtide.model_folder.gguf_file import (
     tag_of,
 )
 from lowtide.model_folder.hub_cache import (
+    OTHER_CACHE,
     cache_folder,
     cached_commit,
     cached_snapshots,
     hub_constants,
     is_commit,
-    listed,
     missing_files,
     remember_revision,
     snapshot_folder,
@@ -130,8 +130,7 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
         raise HubError(f"{error} {no_file_told(folder)}") from error
     except OSError as error:
         raise HubError(
-            f"The hub's cache cannot be read: {error.filename}: {error.strerror}. HF_HOME names "
-            "another folder."
+            f"The hub's cache cannot be read: {error.filename}: {error.strerror}. {OTHER_CACHE}"
         ) from error
 
 
@@ -190,7 +189,8 @@ def _path(reference: str) -> Path:
         may_be_on_hub = parse(reference) is not None
         on_hub = " For the model of this name on the hub start in another folder."
         raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}.{on_hub if may_be_on_hub else ''}"
+            f"{path} cannot be read: {error.strerror}; give this user the right to."
+            f"{on_hub if may_be_on_hub else ''}"
         ) from error
     return path
 

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from lowtide.errors import CheckpointError, HubError, StorageError
 from lowtide.files.json_file import read_object
-from lowtide.files.regular_file import read_regular
+from lowtide.files.regular_file import FETCH_AGAIN, read_regular
 from lowtide.model_folder.checkpoint import INDEX_NAME, SINGLE_NAME, shard_names
 from lowtide.model_folder.hub_reference import HubReference
 
@@ -23,6 +23,9 @@ MAX_INDEX_BYTES = 64 << 20
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_REF_BYTES = 1 << 10
+
+OTHER_CACHE = "HF_HOME names another folder."
+"""Way out of a cache that cannot be used: the end of an error message."""
 
 
 def hub_constants() -> ModuleType:
@@ -90,7 +93,7 @@ def remember_revision(reference: HubReference, commit: str) -> None:
         partial.replace(path)
     except OSError as error:
         raise HubError(
-            f"The hub's cache cannot be written: {path}: {error.strerror or error}."
+            f"The hub's cache cannot be written: {path}: {error.strerror or error}. {OTHER_CACHE}"
         ) from error
 
 
@@ -103,7 +106,7 @@ def cached_snapshots() -> Iterator[tuple[str, Path]]:
             for folder in (repo / "snapshots").glob("*"):
                 yield name, folder
     except OSError as error:
-        raise HubError(f"The hub's cache {cache} cannot be read: {error}.") from error
+        raise HubError(f"The hub's cache {cache} cannot be read: {error}. {OTHER_CACHE}") from error
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -124,17 +127,13 @@ def missing_files(folder: Path) -> list[str]:
     return missing
 
 
-def listed(names: list[str]) -> str:
-    """Format a few of the names for a message."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
 def _indexed_shards(index: Path) -> set[str]:
     try:
         weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
     except CheckpointError as error:
         raise HubError(str(error)) from error
     if not isinstance(weight_map, dict):
-        raise HubError(f"{index} has no weight_map, so its shards are not known.")
+        raise HubError(
+            f"{index} has no weight_map, so its shards are not known; remove it, and {FETCH_AGAIN}."
+        )
     return {str(shard) for shard in weight_map.values()}

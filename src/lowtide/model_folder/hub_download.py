@@ -24,6 +24,7 @@ from lowtide.errors import HubError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import INDEX_NAME, SINGLE_NAME
 from lowtide.model_folder.hub_cache import (
+    OTHER_CACHE,
     cache_folder,
     missing_files,
     remember_revision,
@@ -118,7 +119,7 @@ class _Download:
         if absent:
             raise HubError(
                 f"{self._model.name} is not whole on the hub: {INDEX_NAME} names "
-                f"{shown(absent[0])}, which is not one of its files."
+                f"{shown(absent[0])}, which is not one of its files; choose another repository."
             )
         return named
 
@@ -251,4 +252,6 @@ def _free_bytes(folder: Path) -> int:
     try:
         return shutil.disk_usage(folder).free
     except OSError as error:
-        raise HubError(f"The hub's cache cannot be written: {folder}: {error.strerror}.") from error
+        raise HubError(
+            f"The hub's cache cannot be written: {folder}: {error.strerror}. {OTHER_CACHE}"
+        ) from error

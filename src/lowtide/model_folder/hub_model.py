@@ -50,6 +50,8 @@ MAX_CONFIG_BYTES = 16 << 20
 MAX_LISTING_BYTES = 64 << 20  # of 160,000 files; the hub advises fewer than 100,000
 
 _MAX_NAME_BYTES = 200
+_OTHER = "choose another repository"
+_LATER = "ask again later, or choose another repository"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _UNFIT = re.compile(r"(?:^|/)(?:\.|/|$)|\\")  # folders above, hidden ones, no name
 _OTHER_FORMATS = {".bin": "PyTorch's pickled weights", ".pth": "pickled weights"}
@@ -85,14 +87,14 @@ class HubModel:
         path = f"api/models/{reference.repo_id}/revision/{quote(reference.revision, safe='')}"
         try:
             data = asked(lambda: answer_to(f"{path}?blobs=true", MAX_LISTING_BYTES))
-            listing = parse_object(data, "what the hub says", HubError)
+            listing = parse_object(data, "what the hub says", HubError, _LATER)
         # The hub's errors share no base class: HTTP, connection and validation errors.
         except Exception as error:
             raise failure(name, error) from error
         commit = str(listing.get("sha"))
         if not is_commit(commit):
             said = shown(listing.get("sha"))
-            raise HubError(f"{name}: the hub says that it is {said}, which is no commit.")
+            raise HubError(f"{name}: the hub says that it is {said}, which is no commit; {_LATER}.")
         siblings = _siblings(listing.get("siblings"), name)
         gguf_files = _gguf_files(siblings, reference)
         files = {
@@ -132,7 +134,8 @@ class HubModel:
         """
         if self.gguf_files:
             return self.gguf.config(overrides)
-        return read_config(self.config(), overrides=overrides)
+        way_out = f"Give another value as a config override, or {_OTHER}"
+        return read_config(self.config(), overrides=overrides, way_out=way_out)
 
     def config(self) -> dict[str, Any]:
         """Return the contents of `config.json`. Raises HubError, ConfigError."""
@@ -169,14 +172,17 @@ class HubModel:
         shards = sorted(set(checked_weight_map(index, f"{self.name}: {INDEX_NAME}").values()))
         for shard in shards:
             if shard not in self.files:
-                raise CheckpointError(f"{self.name}: {INDEX_NAME} names {shard}, which is missing.")
+                raise CheckpointError(
+                    f"{self.name}: {INDEX_NAME} names {shard}, which is missing; {_OTHER}."
+                )
         return tuple(shards)
 
     def header(self, path: Path) -> GgufHeader:
         """Read from the hub the header of the GGUF file that will be at `path`."""
         name = path.relative_to(self.folder).as_posix()
         if name not in self.files:
-            raise CheckpointError(f"{self.name}: {name} belongs to it and is not on the hub.")
+            problem = f"{name} belongs to it and is not on the hub"
+            raise CheckpointError(f"{self.name}: {problem}; {_OTHER}.")
         file = RegularFile(path, self.files[name].num_bytes, (0, 0, 0, 0))
         from lowtide.model_folder.gguf_header import GgufHeader
 
@@ -198,9 +204,10 @@ class HubModel:
     def _object(self, name: str, max_bytes: int, error: type[CheckpointError]) -> dict[str, Any]:
         num_bytes = self.files[name].num_bytes
         if num_bytes > max_bytes:
-            raise error(f"{self.name}: {name} has {num_bytes} bytes; at most {max_bytes} are read.")
+            problem = f"has {num_bytes} bytes; at most {max_bytes} are read"
+            raise error(f"{self.name}: {name} {problem}; {_OTHER}.")
         data = self._read(name, 0, num_bytes).removeprefix(codecs.BOM_UTF8)
-        return parse_object(data, f"{self.name}: {name}", error)
+        return parse_object(data, f"{self.name}: {name}", error, _OTHER)
 
     def _read(self, name: str, start: int, num_bytes: int) -> bytes:
         try:
@@ -241,7 +248,10 @@ def _gguf_files(names: Collection[str], reference: HubReference) -> tuple[str, .
         return ()
     files = choose_gguf(models, reference.tag, reference.name)
     if not is_whole(files):
-        raise CheckpointError(f"{reference.name}: of {files[0]} and its set, files are missing.")
+        raise CheckpointError(
+            f"{reference.name}: of {files[0]} and its set, files are missing; give another tag, or "
+            f"{_OTHER}."
+        )
     return files
 
 
@@ -252,7 +262,7 @@ def _checked_name(file: object, model: str) -> str:
     if not isinstance(file, str) or not _is_fit(file):
         raise HubError(
             f"{model}: the hub lists a file {shown(file)}; names are printable text of at most "
-            f"{_MAX_NAME_BYTES} bytes."
+            f"{_MAX_NAME_BYTES} bytes. {_OTHER.capitalize()}."
         )
     return file
 
@@ -265,7 +275,7 @@ def _siblings(listed: object, model: str) -> Siblings:
     """Map names to the hub's description of files. Raises HubError for anything else."""
     files: list[Any] = listed if isinstance(listed, list) else [listed]
     if not all(isinstance(file, dict) for file in files):
-        raise HubError(f"{model}: the hub lists {shown(listed)}, which are no files.")
+        raise HubError(f"{model}: the hub lists {shown(listed)}, which are no files; {_LATER}.")
     return {_checked_name(file.get("rfilename"), model): file for file in files}
 
 
@@ -273,7 +283,7 @@ def _num_bytes(name: str, siblings: Siblings, model: str) -> int:
     """Return a file's size. Raises HubError for an invalid one."""
     size = siblings[name].get("size") or 0
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise HubError(f"{model}: the hub says {shown(size)} bytes of {shown(name)}.")
+        raise HubError(f"{model}: the hub says {shown(size)} bytes of {shown(name)}; {_LATER}.")
     return size
 
 
@@ -285,7 +295,7 @@ def _sha256(name: str, siblings: Siblings, model: str) -> str | None:
     said = lfs.get("sha256") if isinstance(lfs, dict) else lfs
     if not _SHA256.fullmatch(str(said)):
         told = f"{shown(said)}, which is no SHA-256 of {shown(name)}"
-        raise HubError(f"{model}: the hub says {told}.")
+        raise HubError(f"{model}: the hub says {told}; {_LATER}.")
     return str(said)
 
 

@@ -280,7 +280,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"The tokenizer has ids up to {self.vocab_size - 1}, but the model's vocabulary "
                 f"ends at {config_vocab_size - 1}; tokenizer.json and config.json do not belong "
-                "together."
+                "together. Fetch both from one model."
             )
 
     def encode_chat(
@@ -380,7 +380,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    data = read_own(path, MAX_TOKENIZER_BYTES, CheckpointError).removeprefix(codecs.BOM_UTF8)
+    data = read_own(path, MAX_TOKENIZER_BYTES).removeprefix(codecs.BOM_UTF8)
     with blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
         backend = tokenizers.Tokenizer.from_buffer(data)
         num_added = backend.num_special_tokens_to_add(is_pair=False)
@@ -388,11 +388,12 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     if num_added > MAX_ADDED_TOKENS:
         raise CheckpointError(
             f"{path} adds {num_added} special tokens to every text; at most {MAX_ADDED_TOKENS} "
-            "are accepted."
+            "are accepted. Fetch it again."
         )
     if growth > MAX_GROWTH:
         raise CheckpointError(
-            f"{path} may replace one character with {growth}; at most {MAX_GROWTH} are accepted."
+            f"{path} may replace one character with {growth}; at most {MAX_GROWTH} are accepted. "
+            "Fetch it again."
         )
     return backend
 

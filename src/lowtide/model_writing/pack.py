@@ -117,7 +117,7 @@ def _check_unchanged(
 
 def _packable(checkpoint: Checkpoint | None, folder: Path, is_rounded: bool) -> Checkpoint:
     if checkpoint is None:
-        raise CheckpointError(f"{folder} has no weights to pack.")
+        raise CheckpointError(f"{folder} has no weights to pack; fetch them into it first.")
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise UnsupportedError(
             f"{folder} is no folder of safetensors; only those are packed. Pack the folder "
@@ -181,7 +181,8 @@ def _source(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
     try:
         found = [(file.path.name, file.path.stat()) for file in checkpoint.files]
     except OSError as error:
-        raise StorageError(f"{error.filename} cannot be read: {error.strerror}.") from error
+        told = f"{error.filename} cannot be read: {error.strerror}"
+        raise StorageError(f"{told}; let the model's files lie while they are packed.") from error
     return [(name, facts.st_size, facts.st_mtime_ns) for name, facts in found]
 
 

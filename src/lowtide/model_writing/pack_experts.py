@@ -90,7 +90,8 @@ def _claimed(file: RegularFile) -> Iterator[None]:
     except BlockingIOError as error:
         raise UsageError(f"Another process packs {file.path}; wait for it.") from error
     except OSError as error:
-        raise StorageError(f"{file.path} cannot be claimed: {error.strerror}.") from error
+        told = f"{file.path} cannot be claimed: {error.strerror}"
+        raise StorageError(f"{told}; copy the model to a local disk.") from error
     finally:
         os.close(descriptor)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.config.quantisation import PACKED_METHOD
-from lowtide.errors import CheckpointError, StorageError, UsageError
+from lowtide.errors import CheckpointError, UsageError
 from lowtide.files.json_file import parse_object
-from lowtide.model_writing.safetensors_writer import check_disk_space
+from lowtide.model_writing.safetensors_writer import check_disk_space, unwritable_folder
 
 _NOTES = "packing.json"
 _MAX_NOTES_BYTES = 64 << 20
@@ -51,7 +51,7 @@ def reserved(out: Path, notes: Mapping[str, object], needed_bytes: int) -> Itera
             if not found:
                 (out / _NOTES).unlink()
             if isinstance(error, OSError):
-                raise StorageError(f"{out} cannot be written: {error.strerror}.") from error
+                raise unwritable_folder(out, error) from error
             raise
         yield
         (out / _NOTES).unlink()
@@ -70,7 +70,7 @@ def _opened_notes(out: Path) -> FileIO:
     except OSError as error:
         if error.errno in _NO_FILE and os.path.lexists(out / _NOTES):
             raise UsageError(_what_is_there(out, _NOTES, is_interrupted=False)) from error
-        raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
+        raise unwritable_folder(out, error) from error
     file = FileIO(descriptor, "r+")  # with no buffer, whose end would fail once more
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()

@@ -197,12 +197,18 @@ def check_disk_space(folder: Path, need_bytes: int) -> None:
         present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
         free_bytes = shutil.disk_usage(present).free
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}.") from error
+        raise unwritable_folder(folder, error) from error
     if free_bytes < need_bytes:
         raise StorageError(
             f"{folder} needs {need_bytes} bytes of disk and {free_bytes} are free; make room, or "
             "choose another folder."
         )
+
+
+def unwritable_folder(path: Path, error: OSError) -> StorageError:
+    """Make the error for a folder of a model that is written, or a file in it."""
+    problem = f"cannot be written: {error.strerror or error}"
+    return StorageError(f"{path} {problem}; choose another folder.")
 
 
 def _file_bytes(path: Path) -> int | None:
@@ -215,7 +221,7 @@ def _file_bytes(path: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise unwritable_folder(path, error) from error
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 

@@ -62,7 +62,8 @@ def with_copy(
         return checkpoint, weight_map
     file, header = read_header(path)
     found = Checkpoint.of_headers([(file, header)])
-    metadata = parse_object(header, str(path)).get("__metadata__")
+    way_out = "remove it, and make it again (lowtide pack --by-expert)"
+    metadata = parse_object(header, str(path), way_out=way_out).get("__metadata__")
     source = metadata.get(SOURCE) if isinstance(metadata, Mapping) else None
     if source != fingerprint(checkpoint, checkpoint.tensors):
         raise CheckpointError(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lowtide.core import align_up
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError
-from lowtide.files.regular_file import RegularFile, is_in_memory
+from lowtide.files.regular_file import OTHER_DRIVE, RegularFile, is_in_memory
 from lowtide.formats import MatrixFormat
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.convert import Importance, Pack, convert, convert_rows, pack
@@ -116,7 +116,7 @@ def read_stalled(what: str) -> StorageError:
     """Make the error for a read that exceeded `WAIT_LIMIT_S`."""
     return StorageError(
         f"A read of {what} has not ended within {WAIT_LIMIT_S:g} s; the disk or network drive that "
-        "holds the checkpoint does not answer."
+        f"holds the checkpoint does not answer. {OTHER_DRIVE}"
     )
 
 
@@ -372,7 +372,7 @@ class FileReader:
             except OSError as error:
                 raise StorageError(
                     f"Reading {num_bytes} bytes at {start} of {self.files[file].path} failed: "
-                    f"{error}."
+                    f"{error}. {OTHER_DRIVE}"
                 ) from error
             filled += got
             if filled < wanted and (got == 0 or got % SECTOR_BYTES):

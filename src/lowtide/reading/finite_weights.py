@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.errors import CheckpointError, StorageError
+from lowtide.files.regular_file import OTHER_DRIVE
 from lowtide.formats import MatrixFormat, formats
 from lowtide.formats.convert import convert
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
@@ -75,7 +76,8 @@ def read_part(
     try:
         chunk = os.pread(descriptor, num_bytes, place.offset + start)
     except OSError as reason:
-        raise StorageError(f"{path} cannot be read: {reason.strerror}.") from reason
+        problem = f"cannot be read: {reason.strerror}"
+        raise StorageError(f"{path} {problem}. {OTHER_DRIVE}") from reason
     if len(chunk) < num_bytes:
         raise StorageError(f"{path} ends inside {name}; fetch it again.")
     return np.frombuffer(chunk, np.uint8)
@@ -96,7 +98,8 @@ def _check(
 ) -> None:
     path = checkpoint.files[checkpoint.tensors[name].file].path
     if not stored.is_finite(chunk):
-        raise CheckpointError(f"{name} in {path} holds an infinity or NaN; the file is damaged.")
+        problem = "holds an infinity or NaN; the file is damaged"
+        raise CheckpointError(f"{name} in {path} {problem}: fetch it again.")
     if loaded is stored:
         return
     num_weights = len(chunk) // stored.block_bytes[0] * stored.block_size

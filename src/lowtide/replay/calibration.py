@@ -31,6 +31,7 @@ from lowtide.files.array_file import (
     facts_array,
     holds_arrays,
     load_arrays,
+    made_again,
     read_facts,
     save_arrays,
 )
@@ -71,7 +72,7 @@ _DTYPES = {
     "cosine": "<f8",
 }
 _VERSIONS = {"version": CALIBRATION_VERSION, _PREFIX + "version": TRACE_VERSION}
-_AGAIN = "delete it and run lowtide calibrate again"
+_MAKER = "lowtide calibrate"
 
 
 def is_calibration(file: IO[bytes]) -> bool:
@@ -193,7 +194,7 @@ def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
 def _load(path: Path, unread: Collection[str]) -> Arrays:
     optional = (BUDDY_DTYPES, *BUDDY_CHOICES, INPUT_DTYPES)
     return load_arrays(
-        path, _DTYPES, MAX_TRACE_BYTES, "calibration", _AGAIN, _VERSIONS, optional, unread
+        path, _DTYPES, MAX_TRACE_BYTES, "calibration", _MAKER, _VERSIONS, optional, unread
     )
 
 
@@ -203,7 +204,8 @@ def _no_contradiction(path: Path) -> Iterator[None]:
     try:
         yield
     except Contradiction as reason:
-        raise UsageError(f"Calibration {path} contradicts itself: {reason}; {_AGAIN}.") from None
+        told = f"Calibration {path} contradicts itself: {reason}"
+        raise UsageError(f"{told}; {made_again(_MAKER)}.") from None
 
 
 def _check_model(found: tuple[str, TraceShape], wanted: tuple[str, TraceShape]) -> None:

@@ -26,7 +26,14 @@ from lowtide.core import (
     WeightArray,
 )
 from lowtide.errors import StorageError, UsageError
-from lowtide.files.array_file import Arrays, Contradiction, holds_arrays, load_arrays, save_arrays
+from lowtide.files.array_file import (
+    Arrays,
+    Contradiction,
+    holds_arrays,
+    load_arrays,
+    made_again,
+    save_arrays,
+)
 from lowtide.files.json_file import as_text
 
 TRACE_VERSION = 3
@@ -47,7 +54,7 @@ TRACE_DTYPES = {
 
 _KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
 _MAX_COUNT = 2**31 - 1
-_AGAIN = "record it again, with lowtide generate --trace"
+_MAKER = "lowtide generate --trace"
 
 
 def is_trace(file: IO[bytes]) -> bool:
@@ -189,11 +196,12 @@ class Trace:
         Raises UsageError for another or contradictory file, StorageError if it cannot be read.
         """
         versions = {"version": TRACE_VERSION}
-        arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace", _AGAIN, versions)
+        arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace", _MAKER, versions)
         try:
             return trace_of(arrays)
         except Contradiction as reason:
-            raise UsageError(f"Trace {path} contradicts itself: {reason}; {_AGAIN}.") from None
+            told = f"Trace {path} contradicts itself: {reason}"
+            raise UsageError(f"{told}; {made_again(_MAKER)}.") from None
 
 
 class TraceWriter:

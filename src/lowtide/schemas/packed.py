@@ -61,6 +61,7 @@ def _unpacked_entry(entry: TensorEntry, spec: TensorSpec, format_name: str) -> T
     if entry.dtype != BYTES_DTYPE or entry.shape != wanted or entry.num_bytes != math.prod(wanted):
         raise CheckpointError(
             f"Tensor {packed_name(spec.name, format_name)} is of type {entry.dtype} and shape "
-            f"{list(entry.shape)}; config.json makes it {BYTES_DTYPE} {list(wanted)}."
+            f"{list(entry.shape)}; config.json makes it {BYTES_DTYPE} {list(wanted)}. Pack the "
+            "model again."
         )
     return entry._replace(dtype=format_name, shape=spec.shape)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from lowtide.config.quantisation import OF_ROWS, Quantisation
 from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.files.regular_file import FETCH_AGAIN
 from lowtide.formats import awq, compressed_tensors, fp8, gptq
 from lowtide.formats.arranged import Arranged, Shape, StoredTensor
 from lowtide.formats.grouped_ints import group_in_memory
@@ -58,11 +59,14 @@ def _entry(
     scale_name = name + _MARK_AND_SCALE[quantisation.method][1]
     scales = tensors.get(scale_name)
     if scales is None:
-        raise CheckpointError(f"The checkpoint has no {scale_name}, the scales of {spec.name}.")
+        raise CheckpointError(
+            f"The checkpoint has no {scale_name}, the scales of {spec.name}; {FETCH_AGAIN}."
+        )
     form = _form(quantisation, scales.dtype, spec.shape[1])
     if form is None:
         raise UnsupportedError(
-            f"Tensor {scale_name} is of type {scales.dtype}; not read as scales."
+            f"Tensor {scale_name} is of type {scales.dtype}; not read as scales. Choose another "
+            "repository."
         )
     parts = tuple(
         _checked(name + wanted.ending, wanted, form, tensors) for wanted in _wanted(form, spec)
@@ -81,7 +85,7 @@ def _check_alone(name: str, spec: TensorSpec, tensors: Mapping[str, TensorEntry]
         )
     if spec.name in tensors:
         raise CheckpointError(
-            f"The checkpoint has {spec.name} both rounded and not; fetch the model again."
+            f"The checkpoint has {spec.name} both rounded and not; {FETCH_AGAIN}."
         )
 
 
@@ -103,7 +107,9 @@ def _wanted(form: Arranged, spec: TensorSpec) -> tuple[StoredTensor, ...]:
     try:
         return form.tensors(spec.shape)
     except CheckpointError as reason:
-        raise CheckpointError(f"{spec.name} cannot be in {form.name}: {reason}.") from None
+        raise CheckpointError(
+            f"{spec.name} cannot be in {form.name}: {reason}; {FETCH_AGAIN}."
+        ) from None
 
 
 def _checked(
@@ -112,12 +118,14 @@ def _checked(
     entry = tensors.pop(name, None)
     if entry is None:
         raise CheckpointError(
-            f"The checkpoint has no tensor {name} of shape {_listed(wanted.shape)}, of {form.name}."
+            f"The checkpoint has no tensor {name} of shape {_listed(wanted.shape)}, of "
+            f"{form.name}; {FETCH_AGAIN}."
         )
     if entry.dtype != wanted.dtype or entry.shape != wanted.shape:
         raise CheckpointError(
             f"Tensor {name} is of type {entry.dtype} and shape {_listed(entry.shape)}; "
-            f"{form.name} makes it {wanted.dtype} {_listed(wanted.shape)}."
+            f"{form.name} makes it {wanted.dtype} {_listed(wanted.shape)}. "
+            f"{FETCH_AGAIN.capitalize()}."
         )
     return entry
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.files.regular_file import FETCH_AGAIN
 from lowtide.formats import can_load, format_of, loadable_dtypes
 from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
 from lowtide.schemas.schema import PartSource, TensorSpec
+
+_BOTH = "Fetch config.json and the weights from one model."
 
 
 class PartKind(NamedTuple):
@@ -38,23 +41,23 @@ def find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
         if f"{spec.name.removesuffix('.weight')}.qweight" in checkpoint.tensors:
             raise UnsupportedError(
                 f"{spec.name} is stored as GPTQ or AWQ (qweight), and config.json has no "
-                "quantization_config that says so; fetch the model again."
+                f"quantization_config that says so; {FETCH_AGAIN}."
             )
         raise CheckpointError(
             f"The checkpoint has no tensor {spec.name} of shape {list(spec.shape)} among its "
-            f"{len(checkpoint.tensors)}; config.json asks for it."
+            f"{len(checkpoint.tensors)}; config.json asks for it. {_BOTH}"
         )
     if entry.shape != spec.shape:
         raise CheckpointError(
             f"Tensor {spec.name} has shape {list(entry.shape)}; config.json makes it "
-            f"{list(spec.shape)}."
+            f"{list(spec.shape)}. {_BOTH}"
         )
     supported = loadable_dtypes() if spec.dtype is None else (spec.dtype,)
     if entry.dtype not in supported and not (spec.dtype is None and can_load(entry.dtype)):
         known_as = " (FP8)" if entry.dtype.startswith("F8_E") else ""
         raise UnsupportedError(
             f"Tensor {spec.name} is of type {entry.dtype}{known_as}; supported: "
-            f"{', '.join(supported)}."
+            f"{', '.join(supported)}. Choose another repository of the model."
         )
     return entry
 
@@ -70,7 +73,8 @@ def find_parts(
     if first.tensors:
         raise UnsupportedError(
             f"{source.spec(layer, 0).name} is stored as {first.dtype}, but experts of the first "
-            "such layer are not; experts must be rounded in all layers alike or in none."
+            "such layer are not; experts must be rounded in all layers alike or in none. Choose "
+            "another repository of the model."
         )
     found = FoundParts([], [], [])
     previous: TensorSpec | None = None

@@ -13,6 +13,7 @@ import numpy as np
 
 from lowtide.core import IntArray
 from lowtide.errors import CheckpointError
+from lowtide.files.regular_file import FETCH_AGAIN
 from lowtide.formats import MatrixFormat, format_of, formats
 from lowtide.formats.mixed import mixed
 from lowtide.formats.plain import ITEM_BYTES
@@ -339,5 +340,5 @@ def _detect(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertStorage:
     known = "; ".join(storage.name for storage in schema.storages)
     raise CheckpointError(
         f"The checkpoint has no experts of layer {layer} in any known layout: no tensor {name}. "
-        f"Known: {known}."
+        f"Known: {known}. {FETCH_AGAIN.capitalize()}, or choose another repository."
     )

@@ -108,7 +108,7 @@ class Results:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             file = io.FileIO(number, "r+")
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise _unwritable(path, error, " Name another file.") from error
         try:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
@@ -312,10 +312,10 @@ def _answer(line: bytes) -> dict[str, Any] | None:
 
 
 def _unreadable(error: OSError) -> StorageError:
-    return StorageError(f"The input cannot be read: {error.strerror}.")
+    return StorageError(f"The input cannot be read: {error.strerror}; begin again with a copy.")
 
 
-def _unwritable(path: Path, error: OSError, way_out: str = "") -> StorageError:
+def _unwritable(path: Path, error: OSError, way_out: str) -> StorageError:
     return StorageError(f"Output {path} cannot be written: {error.strerror}.{way_out}")
 
 

@@ -70,7 +70,10 @@ class DaemonPool:
         try:
             thread.start()
         except RuntimeError as error:
-            raise StorageError(f"The system gives no thread that reads: {error}.") from error
+            told = f"The system gives no thread that reads: {error}"
+            raise StorageError(
+                f"{told}. Raise the limit (ulimit -u, or the container's)."
+            ) from error
         self._threads.append(thread)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.config import ExpertSpec, LatentAttentionSpec, ModelConfig, Published, keys
-from lowtide.config.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
+from lowtide.config.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, OTHER_MODEL, Fields
 from lowtide.config.keys import Origin
 from lowtide.config.rope import mscale, read_rope
 from lowtide.errors import UnsupportedError
@@ -49,7 +49,7 @@ def _read_groups(fields: Fields, num_experts: int) -> tuple[int, int]:
     if method != "group_limited_greedy":
         raise UnsupportedError(
             f"config.json: topk_method {shown(method)} is not supported, only 'greedy' and "
-            "'group_limited_greedy'."
+            f"'group_limited_greedy'; {OTHER_MODEL}."
         )
     return num_groups, per_token
 

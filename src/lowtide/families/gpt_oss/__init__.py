@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lowtide.config import LayerSpec, ModelConfig, Published, keys
-from lowtide.config.fields import MAX_POSITIONS, Fields
+from lowtide.config.fields import MAX_POSITIONS, OTHER_MODEL, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
@@ -70,7 +70,8 @@ def _windows(fields: Fields) -> tuple[int, ...]:
     for kind in kinds:
         if not isinstance(kind, str) or kind not in sizes:
             raise UnsupportedError(
-                f"config.json: layer_types has {shown(kind)}; supported: {', '.join(sizes)}."
+                f"config.json: layer_types has {shown(kind)}; supported: {', '.join(sizes)}. "
+                f"{OTHER_MODEL.capitalize()}."
             )
     return tuple(sizes[kind] for kind in kinds)
 

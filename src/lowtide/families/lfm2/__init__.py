@@ -19,7 +19,7 @@ from lowtide.config import (
     ShortConvSpec,
     keys,
 )
-from lowtide.config.fields import MAX_WIDTH, Fields
+from lowtide.config.fields import MAX_WIDTH, OTHER_MODEL, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
@@ -103,7 +103,8 @@ def _layer_types(fields: Fields) -> list[str]:
         raise fields.error("layer_types", f"must be a list of {count} kinds of layers")
     if any(kind not in (CONV, ATTENTION) for kind in kinds):
         raise UnsupportedError(
-            f"config.json: layer_types {shown(kinds)}: only {CONV} and {ATTENTION} are supported."
+            f"config.json: layer_types {shown(kinds)}: only {CONV} and {ATTENTION} are supported; "
+            f"{OTHER_MODEL}."
         )
     return kinds
 

@@ -7,7 +7,7 @@ Shares its `model_type` with the dense LLaDA; the architectures differ. A conver
 from __future__ import annotations
 
 from lowtide.config import Canvas, DecodingDefaults, ModelConfig, Published, keys
-from lowtide.config.fields import Fields
+from lowtide.config.fields import OTHER_MODEL, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import UnsupportedError
 from lowtide.families.family import Family
@@ -42,7 +42,8 @@ def _refuse_scaling(fields: Fields) -> None:
     factor = fields.optional_number("routed_scaling_factor", low=0.0, high=1e6)
     if factor not in (None, 1.0):
         raise UnsupportedError(
-            f"config.json: routed_scaling_factor {factor:g} is not supported, only 1."
+            f"config.json: routed_scaling_factor {factor:g} is not supported, only 1; "
+            f"{OTHER_MODEL}."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.config import ModelConfig, Published, keys
-from lowtide.config.fields import Fields
+from lowtide.config.fields import OTHER_MODEL, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import UnsupportedError
 from lowtide.families.family import Family
@@ -25,7 +25,8 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     kinds = fields.raw("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
         raise UnsupportedError(
-            f"config.json: attn_type_list {shown(kinds)}: only 1, full attention, is supported."
+            f"config.json: attn_type_list {shown(kinds)}: only 1, full attention, is supported; "
+            f"{OTHER_MODEL}."
         )
     experts = keys.experts(
         fields,

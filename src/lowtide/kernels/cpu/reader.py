@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lowtide.core import IntArray
 from lowtide.errors import StorageError
-from lowtide.files.regular_file import RegularFile
+from lowtide.files.regular_file import OTHER_DRIVE, RegularFile
 from lowtide.kernels.cpu.library import functions_of, struct
 from lowtide.threads.event import INTERRUPT_POLL_S
 
@@ -133,7 +133,10 @@ class CompiledReader:
         )
         opened = self._functions["open_reader"](ctypes.byref(source), self.readiness.address)
         if not opened:
-            raise StorageError("The system has no thread to give that reads experts.")
+            raise StorageError(
+                "The system has no thread to give that reads experts. Raise the limit (ulimit -u, "
+                "or the container's)."
+            )
         self.address: int = opened
         # A caller that waits for a read as this is closed yet has it.
         weakref.finalize(self, self._functions["free_reader"], opened).atexit = False
@@ -184,10 +187,10 @@ class CompiledReader:
         if state is None:
             return StorageError(
                 f"A read of {what} has not ended within {limit_s:g} s; the disk or network drive "
-                "that holds the checkpoint does not answer."
+                f"that holds the checkpoint does not answer. {OTHER_DRIVE}"
             )
         if state > 0:
-            return StorageError(f"Reading {what} failed: {os.strerror(state)}.")
+            return StorageError(f"Reading {what} failed: {os.strerror(state)}. {OTHER_DRIVE}")
         try:
             for file, descriptor in files:
                 file.check(descriptor)

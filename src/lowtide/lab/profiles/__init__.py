@@ -30,6 +30,7 @@ from lowtide.lab.profiles.paper_machine import (
 )
 
 _MAX_PROFILE_BYTES = 1 << 16
+_OTHER_PROFILE = "lowtide bench MODEL --profile FILE writes one"
 _LEAST = 1e-6  # of any value: times stay finite
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "device": ("memory_GB", "bandwidth_GBps", "compute_TFLOPs"),
@@ -118,13 +119,16 @@ def load_profile(name: str) -> Profile:
         with file.open("rb") as opened:
             data = read_from(opened, _MAX_PROFILE_BYTES + 1, f"Profile {name}", UsageError)
     except OSError as reason:
-        raise UsageError(f"Profile {name} cannot be read: {reason.strerror}.") from reason
+        told = f"Profile {name} cannot be read: {reason.strerror}"
+        raise UsageError(f"{told}; {_OTHER_PROFILE}.") from reason
     if len(data) > _MAX_PROFILE_BYTES:
-        raise UsageError(f"Profile {name} has more than {_MAX_PROFILE_BYTES} bytes.")
+        told = f"Profile {name} has more than {_MAX_PROFILE_BYTES} bytes"
+        raise UsageError(f"{told}; {_OTHER_PROFILE}.")
     try:
         return parse_profile(data.decode(), name)
     except UnicodeDecodeError:
-        raise UsageError(f"Profile {name} is not text in UTF-8.") from None
+        told = f"Profile {name} is not text in UTF-8"
+        raise UsageError(f"{told}; {_OTHER_PROFILE}.") from None
 
 
 def parse_profile(text: str, source: str) -> Profile:
@@ -132,7 +136,8 @@ def parse_profile(text: str, source: str) -> Profile:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as reason:
-        raise UsageError(f"Profile {source} is not valid TOML: {reason}.") from None
+        told = f"Profile {source} is not valid TOML: {reason}"
+        raise UsageError(f"{told}; {_OTHER_PROFILE}.") from None
     if EXPERTS in table:
         return parse_paper_machine(table, source)
     name = table.pop("name", None)

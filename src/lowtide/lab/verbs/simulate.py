@@ -64,7 +64,10 @@ def simulate(
     if calibration is not None:
         known = Calibration.load(Path(calibration), has_inputs=False)
     if not recorded.passes:
-        raise UsageError(f"Trace {trace} has no passes: nothing ran while it was recorded.")
+        raise UsageError(
+            f"Trace {trace} has no passes: nothing ran while it was recorded. Record an answer, "
+            "with lowtide generate --trace."
+        )
     asked = str(settings["policy"])
     names = (COMPARED if asked == AUTO else asked).split(",")
     names = [name.strip() for name in names if name.strip()]
@@ -112,7 +115,10 @@ def _replay(
 
     shape = MoEShape(*recorded.shape)
     if not shape.hidden_size or not shape.expert_size:
-        raise UsageError("The trace does not say how large an expert is; record it again.")
+        raise UsageError(
+            "The trace does not say how large an expert is; record it again, with lowtide generate "
+            "--trace."
+        )
     if known is not None:
         check_same_shape(recorded, known)
     inputs = PolicyInputs(
