@@ -1,12 +1,17 @@
 """All errors that lowtide raises on purpose.
 
-LowtideError ├── UsageError            an option, prompt or parameter that cannot be honoured │
-└── UnsupportedError  a named feature that lowtide does not have ├── CheckpointError       a damaged
-or incomplete model folder │   └── ConfigError       its config.json ├── HubError              a
-model that could not be fetched ├── PlanError             a memory budget that is too small │   └──
-PageError         pages refused at run time ├── StorageError          a read or write that failed at
-run time ├── DeviceError           a compute device that failed or did not answer ├── NumericError
-an infinity or NaN computed from finite weights └── InternalError         a fault of lowtide's own
+    LowtideError
+    ├── UsageError            an option, prompt or parameter that cannot be honoured
+    │   └── UnsupportedError  a named feature that lowtide does not have
+    ├── CheckpointError       a damaged or incomplete model folder
+    │   └── ConfigError       its config.json
+    ├── HubError              a model that could not be fetched
+    ├── PlanError             a memory budget that is too small
+    │   └── PageError         pages refused at run time
+    ├── StorageError          a read or write that failed at run time
+    ├── DeviceError           a compute device that failed or did not answer
+    ├── NumericError          an infinity or NaN computed from finite weights
+    └── InternalError         a fault of lowtide's own
 
 Messages carry the numbers and the way out. This module imports nothing.
 """

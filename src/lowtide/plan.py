@@ -112,11 +112,11 @@ class Prediction:
     """
 
     num_rows: int  # of a pass
-    tokens_per_pass: float  # that it commits, as in the model's last run or as it is published
+    tokens_per_pass: float  # committed, as in the model's last run or as published
     read_bytes: float  # of experts, from disk
-    memory_bytes: float  # of weights that are gone through in memory
+    memory_bytes: float  # of weights, read from memory
     pass_time: PassTime | None  # None: the model was not loaded here yet
-    asked_share: float  # of all experts, that a pass asks for
+    asked_share: float  # share of all experts that a pass demands
     at_most: float | None = None  # tokens/s, by the rates of memory and disk
 
     @property

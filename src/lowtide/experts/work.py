@@ -99,7 +99,7 @@ class Work:
                 term = term_fp32[: part.stop - start, columns]
                 term.copy_(parts[part, columns])
                 term.mul_(weights[part, None])
-                # No token is twice among an expert's.
+                # An expert has each token at most once, so no two rows add to the same place.
                 self._out[:, columns].index_add_(0, rows.token_of[part], term)
 
     @cached_property

@@ -34,9 +34,10 @@ class Beam:
 
 
 class Optimum:
-    """The split that takes least time (Opt_plan), or the best one known where that is too far off.
+    """The split that takes the least time (Opt_plan).
 
-    A layer whose search would hold more than `MAX_STATES` partial splits gets a beam of eight.
+    A layer whose exact search would hold more than `MAX_STATES` partial splits gets the result of a
+    beam search with eight.
     """
 
     def __call__(self, facts: Facts) -> Assignment:

@@ -178,8 +178,8 @@ def _flash_folded(
 def _causal_bytes(tile: _Tile) -> int:
     """Bound the bytes that SDPA allocates for both parts of a tile.
 
-    Includes joining them in float32 and the packed copies of narrow types: keys and values of the
-    square, or of everything with a band, per query head.
+    Includes joining them in float32. Narrow types are packed, too: keys and values of the square,
+    once for each query head, or of all keys if there is a band.
     """
     query, keys = tile.query, tile.keys
     kv_heads, group, _, head_dim = query.shape

@@ -225,7 +225,7 @@ def _taken_first(added: list[tokenizers.AddedToken]) -> re.Pattern[str] | None:
 
 
 def _inner(text: str) -> Iterator[str]:
-    """Yield the shorter substrings of a text."""
+    """Yield all substrings that are shorter than the text."""
     for start in range(len(text)):
         for end in range(start + 1, len(text) + (start > 0)):
             yield text[start:end]

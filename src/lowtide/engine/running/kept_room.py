@@ -32,13 +32,15 @@ class KeptRoom(KeptRule):
         snapshot_bytes: int = 0,
         window_bytes: Sequence[int] = (),
     ) -> None:
-        """planned_tokens: windows and snapshots count as the tokens that take as much memory.
+        """Begin with nothing kept.
 
-        token_bytes: of keys and values in layers that keep all tokens. snapshot_bytes: of a copy of
-        all states. window_bytes: of a token in each group of layers that keep the last ones.
-        slot_use: number of bytes -> share of passes in which each slot made from them would save a
-        read; 0 if slots need no more memory.
+        planned_tokens: room in tokens; windows and snapshots count as tokens of as many bytes.
+        token_bytes: of keys and values in layers that keep all tokens.
+        snapshot_bytes: of a copy of all states.
+        window_bytes: of a token, in each group of layers that keep the last tokens.
         """
+        # Number of bytes -> share of passes in which each slot made of them would save a read, 0 if
+        # slots need no more memory.
         self.slot_use: Callable[[int], float] | None = None
         self._planned_tokens = planned_tokens
         self._token_bytes, self._slot_bytes = token_bytes, slot_bytes

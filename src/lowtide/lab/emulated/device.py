@@ -84,7 +84,7 @@ class EmulatedDevice:
         self._last_run: ThreadEvent | None = None
 
     def describe(self) -> str:
-        """Describe its speeds in one line, for people."""
+        """Describe the device's speeds in one line."""
         return self.speeds.describe()
 
     def copy(self, source: Tensor, slot: int, after: Event | None) -> ThreadEvent:
