@@ -205,7 +205,7 @@ def main() -> None:
         raise UsageError("Files differ from their commit: what is measured could not be repeated.")
     failed = []
     for script in scripts:
-        with _forgotten(cache_folder(), options.large and not options.keep):
+        with forgotten(cache_folder(), options.large and not options.keep):
             if not _run(script, options.out):
                 failed.append(script.name)
     if failed:
@@ -243,7 +243,7 @@ def listed(scripts: Sequence[Script]) -> str:
 
 
 @contextmanager
-def _forgotten(models: Path, is_wanted: bool) -> Iterator[None]:
+def forgotten(models: Path, is_wanted: bool) -> Iterator[None]:
     """Deletes what comes into the folder meanwhile, if that is wanted."""
     models.mkdir(parents=True, exist_ok=True)
     before = set(models.iterdir())
@@ -266,14 +266,14 @@ def _run(script: Script, folder: Path) -> bool:
     out = folder / f"{today}-{script.name.replace('_', '-')}.jsonl"
     command = [sys.executable, f"benchmarks/{script.name}.py", *script.arguments, "--out", str(out)]
     start_s = time.monotonic()
-    status = _status(command, 60 * (LATE * script.minutes + MORE_MINUTES))
+    status = run_status(command, 60 * (LATE * script.minutes + MORE_MINUTES))
     minutes = (time.monotonic() - start_s) / 60
     told = "ended, since it takes too long" if status is None else f"exit status {status}"
     say(f"{script.name}: {minutes:.1f} minutes, {told}.")
     return status == 0
 
 
-def _status(command: Sequence[str], limit_s: float) -> int | None:
+def run_status(command: Sequence[str], limit_s: float) -> int | None:
     """A command's exit status; none if it runs longer and is ended, with all that it started."""
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, start_new_session=True

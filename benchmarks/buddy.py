@@ -132,15 +132,15 @@ def _record(
     recorder: Recorder, cell: Cell, wanted: Sequence[Lane], options: argparse.Namespace
 ) -> None:
     for lane in wanted:
-        recorder.write(lane.name, {**cell.facts, **_row(cell, lane)})
-    for expectation in _expectations(cell, wanted):
+        recorder.write(lane.name, {**cell.facts, **lane_row(cell, lane)})
+    for expectation in expectations(cell, wanted):
         recorder.write("expected", {**cell.facts, **expectation})
     if options.plots is not None:
         name = f"{cell.model.replace(':', '-')}-{cell.tier}-{cell.share:g}.png"
         plot(cell.report, options.plots / name)
 
 
-def _row(cell: Cell, lane: Lane) -> Row:
+def lane_row(cell: Cell, lane: Lane) -> Row:
     """Return one lane's row, beside the exact one."""
     row = cell.rows[lane.name]
     if row.comparison is None or row.passes is None:
@@ -168,7 +168,7 @@ def _range_of(row: Scored) -> Row:
     return {"least": speed.least, "most": speed.most, "num_turns": len(row.speed.turns)}
 
 
-def _expectations(cell: Cell, wanted: Sequence[Lane]) -> list[Row]:
+def expectations(cell: Cell, wanted: Sequence[Lane]) -> list[Row]:
     """Return the expectations of this cell and their results."""
     ran = {lane.name: lane for lane in wanted if not cell.rows[lane.name].reason}
     found = []

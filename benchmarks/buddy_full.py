@@ -133,7 +133,7 @@ def main() -> None:
         profile = load_profile(calibration) or _calibrate(folder, calibration, options)
         recorder.write("redundancy", {"model": folder.name, **redundancy(profile)})
         scale = Scale(config.moe.num_experts_per_token, config.moe.num_experts)
-        lanes = _lanes(options.placement, scale)
+        lanes = make_lanes(options.placement, scale)
         for share in options.shares:
             _measure(recorder, folder, calibration, share, lanes, options)
 
@@ -157,7 +157,7 @@ def _measure(
     where = {"model": folder.name, "resident_share": share, "budget_bytes": budget_bytes}
     recorder.write("ceiling", {**where, **memory_ceiling(), **disk.measure()})
     with LLM(folder, host_memory=budget_bytes, cache="off", **shared, **wide) as llm:
-        load = _load(llm.config, options)
+        load = make_load(llm.config, options)
         presets = [Preset(lane.policy, lane.options) for lane in lanes]
         runs = take_turns(llm, presets, load, options.repeats)
         for lane, run in zip(lanes, runs, strict=True):
@@ -226,7 +226,7 @@ def _expectations(config: ModelConfig, lane: Lane, row: Mapping[str, Any]) -> It
         yield {"claim": claim, "value": own, "is_met": own <= 1e6 * OWN_S}
 
 
-def _lanes(placement: str, scale: Scale) -> list[Lane]:
+def make_lanes(placement: str, scale: Scale) -> list[Lane]:
     """The paper's rho by proportion, to no bound; ours last, which is told most of a pass."""
 
     def lossy(miss: str, rho: str) -> Lane:
@@ -240,7 +240,7 @@ def _lanes(placement: str, scale: Scale) -> list[Lane]:
     return [Lane("exact", placement), *buddies, lossy("late", rhos[0])]
 
 
-def _load(config: ModelConfig, options: argparse.Namespace) -> Load:
+def make_load(config: ModelConfig, options: argparse.Namespace) -> Load:
     """Build a load whose answers draw new tokens each time.
 
     With random weights the likeliest tokens repeat, and residents would be found once for all.

@@ -69,21 +69,21 @@ def main() -> None:
     options = _options()
     named = ("rows", "means", "passes")
     recorder = Recorder("buddy time", {name: getattr(options, name) for name in named}, options.out)
-    profile, twins = _profile(), CompiledBuddies(load_part(DECISIONS))
+    profile, twins = make_profile(), CompiledBuddies(load_part(DECISIONS))
     for (lane, chosen), (tier, has_device), num_rows in itertools.product(
         LANES.items(), TIERS.items(), options.rows
     ):
-        case = _case(chosen, has_device, num_rows, profile, twins)
-        row = _row(case, options.means, options.passes)
+        case = make_case(chosen, has_device, num_rows, profile, twins)
+        row = measure_case(case, options.means, options.passes)
         where: Row = {"lane": lane, "tier": tier, "num_rows": num_rows}
-        recorder.write("substitution", {**where, **row, **_judged(lane, num_rows, row)})
+        recorder.write("substitution", {**where, **row, **judge(lane, num_rows, row)})
         say(
             f"{lane}, {tier}, {num_rows} rows: {row['substitute_us']:.0f} us, both decisions "
             f"{row['both_us']:.0f} us, what was saved {row['settle_us']:.0f} us"
         )
 
 
-def _judged(lane: str, num_rows: int, row: Mapping[str, float]) -> dict[str, bool]:
+def judge(lane: str, num_rows: int, row: Mapping[str, float]) -> dict[str, bool]:
     judged = {}
     if num_rows == 1:
         judged["is_short_at_one"] = row["substitute_us"] <= 1e6 * AT_ONE_S
@@ -92,7 +92,7 @@ def _judged(lane: str, num_rows: int, row: Mapping[str, float]) -> dict[str, boo
     return judged
 
 
-def _row(case: Case, num_means: int, num_passes: int) -> dict[str, Any]:
+def measure_case(case: Case, num_means: int, num_passes: int) -> dict[str, Any]:
     """Microseconds of a layer; each of `num_means` is of `num_passes`."""
     policies, facts, runs = case
     pairs = list(zip(facts, runs, strict=True))
@@ -130,7 +130,7 @@ def _each_us(work: Callable[[], object], num_means: int, num_passes: int) -> lis
     return means
 
 
-def _case(
+def make_case(
     options: Mapping[str, str],
     has_device: bool,
     num_rows: int,
@@ -188,7 +188,7 @@ def _costs() -> Costs:
     return Costs(1 << 20, 2e-3, slow, fast, fast, 0.0, num_staging=8)
 
 
-def _profile() -> BuddyProfile:
+def make_profile() -> BuddyProfile:
     """Make the profile of a router that chooses experts at random."""
     draw, num_tokens = np.random.default_rng(1), 4096
     chosen = np.zeros((num_tokens, NUM_EXPERTS), np.float32)

@@ -98,9 +98,9 @@ def main() -> None:
 def speeds_over_others(numbers: Numbers, options: argparse.Namespace) -> None:
     """Figures 12 and 13."""
     models, batches = list(MODELS), BATCHES
-    decode = [case for name in models for case in _cases(name, batches, options.layers)]
+    decode = [case for name in models for case in make_cases(name, batches, options.layers)]
     _over_others(numbers, "Figure 12", FIGURE_12, decode)
-    prefill = _cases("DeepSeek-V2-Lite", batches, options.layers, StepKind.PREFILL)
+    prefill = make_cases("DeepSeek-V2-Lite", batches, options.layers, StepKind.PREFILL)
     _over_others(numbers, "Figure 13", FIGURE_13, list(prefill))
 
 
@@ -122,9 +122,9 @@ def parts_one_by_one(numbers: Numbers, options: argparse.Namespace) -> None:
         here = value * anchors[f"Figure 14, {name}"]
         numbers.fitted("Figure 14", f"{name} over everything on the host", value, here)
     gains = [
-        _stage_gains(name, case)
+        stage_gains(name, case)
         for name in STAGE_MODELS
-        for case in _cases(name, STAGE_BATCHES, options.layers)
+        for case in make_cases(name, STAGE_BATCHES, options.layers)
     ]
     for stage, value in FIGURE_19.items():
         # The greedy over everything on the host is what the machine was fitted to.
@@ -132,7 +132,7 @@ def parts_one_by_one(numbers: Numbers, options: argparse.Namespace) -> None:
         numbers.write("Figure 19", stage, value, [one[stage] for one in gains], repeats=repeats)
 
 
-def _stage_gains(name: str, case: Case) -> dict[str, float]:
+def stage_gains(name: str, case: Case) -> dict[str, float]:
     """Return each stage's gain over the one before."""
     setting = case.setting
     num_ahead = STAGE_PREFETCH.get(name, NUM_PREFETCH.of(setting))
@@ -146,7 +146,7 @@ def caches(numbers: Numbers, options: argparse.Namespace) -> None:
     """Figure 17: HybriMoE's placement in DALI, from the same first residents."""
     gains = []
     for name in MODELS:
-        [case] = _cases(name, (4,), options.layers)
+        [case] = make_cases(name, (4,), options.layers)
         for own in map(case.having, CACHE_SHARES):
             other_s, dali_s = (
                 own.seconds(combined((place, "dali", "dali"))) for place in ("hybrimoe", "dali")
@@ -157,7 +157,7 @@ def caches(numbers: Numbers, options: argparse.Namespace) -> None:
 
 def window_hits(numbers: Numbers, options: argparse.Namespace) -> None:
     """Figure 18c, by the two differences in the text."""
-    [case] = _cases("DeepSeek-V2-Lite", (4,), options.layers)
+    [case] = make_cases("DeepSeek-V2-Lite", (4,), options.layers)
 
     def hit_rate(window: tuple[int, int]) -> float:
         return simulate(case.part, _windowed(window), case.setting, hits=case.hits).hit_rate
@@ -169,7 +169,7 @@ def window_hits(numbers: Numbers, options: argparse.Namespace) -> None:
 
 def hits_over_tokens(numbers: Numbers, options: argparse.Namespace) -> None:
     """Figure 18d: the hit rate of each layer, over groups of eight tokens of an answer."""
-    [case] = _cases("Mixtral-8x7B", (4,), options.layers)
+    [case] = make_cases("Mixtral-8x7B", (4,), options.layers)
     report = simulate(case.part, _windowed((8, 1)), case.setting, hits=case.hits)
     rates = report.hit_rates(8)  # [groups, layers]
     of_groups = {f"tokens_{8 * i}": float(mean) for i, mean in enumerate(rates.mean(axis=1), 1)}
@@ -195,11 +195,11 @@ def greedy_and_optimum(numbers: Numbers, options: argparse.Namespace) -> None:
         numbers.fitted("Table 4", of, value, here)
     for (name, batch), (optimum_s, greedy_s) in TABLE_4.items():
         of = f"{name}, batch {batch}: the greedy's share of the optimum's speed"
-        shares = _optimum_shares(name, batch, 8)
+        shares = optimum_shares(name, batch, 8)
         numbers.write("Table 4", of, optimum_s / greedy_s, shares)
 
 
-def _optimum_shares(name: str, batch: int, num_new: int) -> list[float]:
+def optimum_shares(name: str, batch: int, num_new: int) -> list[float]:
     """Of two layers and some steps: the least makespan over the greedy's."""
     shape = MODELS[name].shape
     costs = load_profile(MACHINE).costs(shape)
@@ -275,7 +275,7 @@ def features(numbers: Numbers, options: argparse.Namespace) -> None:
 def windows(numbers: Numbers, options: argparse.Namespace) -> None:
     """Table 9: tokens per second of a sequence, of all layers by some, over HybriMoE's."""
     for name, by_window in TABLE_9.items():
-        [case] = _cases(name, (32,), options.layers)
+        [case] = make_cases(name, (32,), options.layers)
         speeds = {w: _sequence_speed(name, case, _windowed(w)) for w in by_window}
         for window, value in by_window.items():
             if window is not None:
@@ -307,7 +307,7 @@ def _sequence_speed(name: str, case: Case, made: Recipe) -> float:
     return share * report.num_passes / report.total_s
 
 
-def _cases(
+def make_cases(
     name: str,
     batches: tuple[int, ...],
     num_layers: int,

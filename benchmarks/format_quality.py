@@ -57,10 +57,10 @@ def main() -> None:
     recorder.write("ceiling", memory_ceiling())
     text = held_out_text()
     for model in options.models:
-        _measure(recorder, model, text, options)
+        measure(recorder, model, text, options)
 
 
-def _measure(recorder: Recorder, model: str, text: str, options: argparse.Namespace) -> None:
+def measure(recorder: Recorder, model: str, text: str, options: argparse.Namespace) -> None:
     shared: dict[str, Any] = {"context": CONTEXT, "device": "cpu"}
     plan = plan_model(model, **shared)
     lanes: dict[Lane, Mapping[str, object]] = {

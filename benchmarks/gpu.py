@@ -103,7 +103,7 @@ _GIGA = 1e9
 _COPY_BYTES = 256 << 20
 _MISSING = re.compile(r"^E +ModuleNotFoundError: No module named '([^']+)'", re.MULTILINE)
 _GRACE_S = 20.0  # after the deadline a hanging process is ended
-_CACHES = {"TRITON_CACHE_DIR": "~/.triton/cache", "XDG_CACHE_HOME": "~/.cache"}
+CACHES = {"TRITON_CACHE_DIR": "~/.triton/cache", "XDG_CACHE_HOME": "~/.cache"}
 
 
 class DeadlineReached(KeyboardInterrupt):
@@ -117,7 +117,7 @@ class Report:
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         settings = {
             "gpu": torch.cuda.get_device_name(),
-            "gpu_memory_bytes": _total_memory_bytes(),
+            "gpu_memory_bytes": total_memory_bytes(),
             "cuda": torch.version.cuda,
             "stage": stage,
         }
@@ -204,7 +204,7 @@ def main() -> int:
 
 def find_caches() -> None:
     """Send caches to temporary folders where the home cannot be written."""
-    for name, place in _CACHES.items():
+    for name, place in CACHES.items():
         if name not in os.environ and not _can_write(Path(place).expanduser()):
             os.environ[name] = tempfile.mkdtemp(prefix="lowtide-")
 
@@ -769,7 +769,7 @@ def deadline(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _total_memory_bytes() -> int:
+def total_memory_bytes() -> int:
     return torch.cuda.get_device_properties(DEVICE).total_memory
 
 

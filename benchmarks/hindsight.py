@@ -52,7 +52,8 @@ def main() -> None:
         for machine in MACHINES:
             shares = [share for name, share in run.settings if name == machine]
             cells = {
-                str(share): _cell(run.trace, hits, run.settings[machine, share]) for share in shares
+                str(share): measure_cell(run.trace, hits, run.settings[machine, share])
+                for share in shares
             }
             facts: Row = {"trace": run.name, "routing": run.routing, "machine_profile": machine}
             recorder.write("shares", {**facts, "by_share": cells})
@@ -84,7 +85,9 @@ def _runs() -> Iterator[Run]:
             yield Run(f"{name}, batch {batch}", "synthetic", generating_passes(trace), settings)
 
 
-def _cell(trace: Trace, hits: IntArray, setting: PolicyInputs) -> dict[str, dict[str, float]]:
+def measure_cell(
+    trace: Trace, hits: IntArray, setting: PolicyInputs
+) -> dict[str, dict[str, float]]:
     """Each preset's shares, and its speed over the best other preset's."""
     reports = replay_variants(trace, hits, setting, VARIANTS)
     oracle = simulate(trace, ORACLE, setting, hits=hits)

@@ -63,7 +63,10 @@ def main() -> None:
         _hold(recorder, model, routings)
     speeds: dict[tuple[str, str], list[dict[str, float]]] = {}
     for (routing, preference), home, batch in product(routings.items(), HOMES, BATCHES):
-        cells = {str(share): _cell(preference, home, batch, share, options.new) for share in SHARES}
+        cells = {
+            str(share): measure_cell(preference, home, batch, share, options.new)
+            for share in SHARES
+        }
         facts: Row = {"routing": routing, "home": home, "num_sequences": batch}
         recorder.write("presets", {**facts, "by_share": cells})
         speeds.setdefault((home, routing), []).extend(cell["of_best"] for cell in cells.values())
@@ -114,7 +117,7 @@ def _hold(recorder: Recorder, model: PublishedModel, routings: Mapping[str, Pref
         say(f"{model.name}, {rate.of} at {rate.at:g}: {rate.published}, here {here}")
 
 
-def _cell(preference: Preference, home: str, batch: int, share: float, num_new: int) -> Row:
+def measure_cell(preference: Preference, home: str, batch: int, share: float, num_new: int) -> Row:
     """The presets' speeds over the fastest one's, and what `auto` does."""
     trace, known = (
         synth_decode_trace(

@@ -69,13 +69,13 @@ def _memory(options: argparse.Namespace) -> None:
     facts = {"words": options.words, "new_tokens": options.new, "seconds": options.seconds}
     recorder = _recorder("memory", folder, context, facts, options)
     recorder.write("ceiling", memory_ceiling())
-    with serving(*_lowtide(folder, context)) as server:
+    with serving(*server_command(folder, context)) as server:
         for num_clients in CLIENTS:
-            _warm(server)
-            row, _ = _loaded(server, num_clients, options.words, options)
+            warm(server)
+            row, _ = loaded(server, num_clients, options.words, options)
             recorder.write("load", {"lane": "lowtide", **row})
         with LLM(folder, context=context, progress=False) as llm:
-            recorder.write("python", _beside_python(server, llm, options))
+            recorder.write("python", beside_python(server, llm, options))
     missing = [name for name in PEER_PACKAGES if find_spec(name) is None]
     if missing:
         say(f"llama.cpp's server is left out: {', '.join(missing)} not installed.")
@@ -85,8 +85,8 @@ def _memory(options: argparse.Namespace) -> None:
         # By default it makes words less likely that came before, which costs time.
         own = {"repeat_penalty": 1.0}
         for num_clients in PEER_CLIENTS:
-            _warm(server, **own)
-            row, _ = _loaded(server, num_clients, options.words, options, **own)
+            warm(server, **own)
+            row, _ = loaded(server, num_clients, options.words, options, **own)
             recorder.write("load", {"lane": "llama.cpp", **row})
 
 
@@ -97,14 +97,14 @@ def _turns(options: argparse.Namespace) -> None:
     facts = {"behind": options.behind, "turn_tokens": NEW_TOKENS}
     recorder = _recorder("turns", folder, context, facts, options)
     with (
-        serving(*_lowtide(folder, context)) as server,
+        serving(*server_command(folder, context)) as server,
         LLM(folder, context=context, progress=False) as llm,
         closing(Client(server.url)) as client,
     ):
         turns = [
             turn
             for seed in range(NUM_CONVERSATIONS)
-            for turn in _conversation(client, llm, options.behind, seed)
+            for turn in time_turns(client, llm, options.behind, seed)
         ]
     over_python = [turn.served_s / turn.python_s for turn in turns]
     over_bare = [turn.served_s / turn.bare_s for turn in turns]
@@ -133,22 +133,22 @@ def _disk(options: argparse.Namespace) -> None:
     facts |= {"share": DISK_SHARE, "budget_bytes": budget}
     recorder = _recorder("disk", folder, context, facts, options)
     loads = {}
-    with serving(*_lowtide(folder, context, plan.full_bytes)) as server:
+    with serving(*server_command(folder, context, plan.full_bytes)) as server:
         for num_clients in DISK_CLIENTS:
-            _warm(server)
-            row, loads[num_clients] = _loaded(server, num_clients, DISK_WORDS, options)
+            warm(server)
+            row, loads[num_clients] = loaded(server, num_clients, DISK_WORDS, options)
             recorder.write("load", {"lane": "all in memory", **row})
     disk, one = Disk(folder, plan.host.slot_bytes, CEILING_BYTES), 0.0
-    with serving(*_lowtide(folder, context, budget)) as server:
+    with serving(*server_command(folder, context, budget)) as server:
         for num_clients in DISK_CLIENTS:
-            row = _from_disk(server, loads[num_clients], disk, options)
+            row = from_disk(server, loads[num_clients], disk, options)
             one = one or row["tokens_per_s"]
             over = {"over_one": row["tokens_per_s"] / one}
             over["wanted_over_one"] = WANTED_OVER_ONE.get(num_clients)
             recorder.write("load", {"lane": "disk", **row, **over})
 
 
-def _loaded(
+def loaded(
     server: Server,
     num_clients: int,
     num_words: int,
@@ -159,7 +159,7 @@ def _loaded(
     """Load a server with `num_clients` clients; more: fields of their requests."""
 
     def body_of(number: int) -> Body:
-        return _body(_words(num_words, num_clients, number), options.new, **more)
+        return _body(draw_words(num_words, num_clients, number), options.new, **more)
 
     before = server.resident_bytes
     load = load_with(server.url, num_clients, options.seconds, body_of, look)
@@ -168,14 +168,14 @@ def _loaded(
     return {**load.as_dict(), **resident}, load
 
 
-def _from_disk(
+def from_disk(
     server: Server, in_memory: Load, disk: Disk, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The same load where experts are read, beside what it would take at least."""
     ceilings = [disk.measure()]
-    _warm(server)
+    warm(server)
     num_clients = in_memory.num_clients
-    row, load = _loaded(
+    row, load = loaded(
         server, num_clients, DISK_WORDS, options, lambda: server.stats()["read_bytes"]
     )
     ceilings.append(disk.measure())
@@ -198,7 +198,7 @@ def _from_disk(
     }
 
 
-def _beside_python(server: Server, llm: LLM, options: argparse.Namespace) -> Mapping[str, Any]:
+def beside_python(server: Server, llm: LLM, options: argparse.Namespace) -> Mapping[str, Any]:
     """One client's answers and the same ones of `LLM`, in turn, by their whole time."""
     params = SamplingParams(max_tokens=options.new, temperature=0, ignore_eos=True)
     times: list[tuple[float, float]] = []
@@ -214,7 +214,7 @@ def _beside_python(server: Server, llm: LLM, options: argparse.Namespace) -> Map
             lane("warm")
         end_s = time.monotonic() + options.seconds
         while time.monotonic() < end_s:
-            text = _words(options.words, 0, len(times))
+            text = draw_words(options.words, 0, len(times))
             lanes = (served, python) if len(times) % 2 else (python, served)
             spent_s = {lane: _seconds(partial(lane, text)) for lane in lanes}
             times.append((spent_s[served], spent_s[python]))
@@ -237,7 +237,7 @@ class MeasuredTurn(NamedTuple):
     has_same_ids: bool
 
 
-def _conversation(client: Client, llm: LLM, num_behind: int, seed: int) -> list[MeasuredTurn]:
+def time_turns(client: Client, llm: LLM, num_behind: int, seed: int) -> list[MeasuredTurn]:
     """Turns 2 to 8, asked for of both."""
     lanes = {"served": partial(_served_turn, client), "python": partial(next_turn, llm)}
     text = text_ids(llm, num_behind, LAST_TURN * seed)
@@ -263,7 +263,7 @@ def _served_turn(client: Client, prompt: Sequence[int]) -> Turn:
     return Turn(reply.times_s[0], list(reply.token_ids), reply.num_cached)
 
 
-def _warm(server: Server, **more: object) -> None:
+def warm(server: Server, **more: object) -> None:
     """A short answer. Once it is there, abandoned requests have ended."""
     with closing(Client(server.url)) as client:
         client.ask(_body("warm", 2, **more))
@@ -281,13 +281,13 @@ def _body(prompt: str | Sequence[int], num_new: int, **more: object) -> Body:
     }
 
 
-def _words(count: int, *seed: int) -> str:
+def draw_words(count: int, *seed: int) -> str:
     """Words of six letters, unlike those of another seed."""
     letters = np.random.default_rng(seed).integers(*map(ord, "a{"), (count, 6), dtype=np.uint8)
     return " ".join(word.tobytes().decode() for word in letters)
 
 
-def _lowtide(model: Path, context: int, budget: int | None = None) -> Sequence[str]:
+def server_command(model: Path, context: int, budget: int | None = None) -> Sequence[str]:
     """Return the command for `serving`; without a budget, lowtide takes its default."""
     memory = () if budget is None else ("--host-memory", str(budget))
     return ("lowtide", "serve", str(model), "--context", str(context), *memory)

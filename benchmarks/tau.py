@@ -161,14 +161,14 @@ def _measure(recorder: Recorder, case: Case) -> None:
         num_residents = round(share * case.trace.shape.num_experts)
         setting = make_setting(case.trace, case.costs, num_residents, case.known)
         for waits in (True, False):
-            values = _sweep(case, setting.having(waits=waits), hits)
+            values = sweep(case, setting.having(waits=waits), hits)
             recorder.write("tau", {**facts, "residents": num_residents, "waits": waits, **values})
         others = replay(case.trace, hits, setting, ("lru", "fiddler", "dali", "lowtide"))
         speeds = {name: report.tokens_per_s for name, report in others.items()}
         recorder.write("others", {**facts, "residents": num_residents, **speeds})
 
 
-def _sweep(case: Case, setting: PolicyInputs, hits: np.ndarray) -> Row:
+def sweep(case: Case, setting: PolicyInputs, hits: np.ndarray) -> Row:
     """tokens/s of every tau, and of the ways to choose one."""
     blocks, costs, budget = case.trace.blocks(), case.costs, setting.capacity[0]
     num_steps = max(map(len, blocks))

@@ -101,7 +101,7 @@ def test_every_lane_is_a_setting() -> None:
         "buddy alpha .99, k_max 1",
     }
     assert papers <= {lane.name for lane in lanes}
-    for lane in buddy_full._lanes("lru", buddies.Scale(8, 128)):
+    for lane in buddy_full.make_lanes("lru", buddies.Scale(8, 128)):
         lane.setting(0.5)
 
 
@@ -130,7 +130,7 @@ def test_claims_are_met_where_the_numbers_say_so() -> None:
     losses = {"random rho 2": 0.6, "random rho none": 0.8, "buddy rho 2": 0.3, "drop rho 2": 0.5}
     losses |= {"ours rho 2": 0.001, "ours rho 1": 0.5, "buddy with gates": 0.2}
     cell = make_cell(lanes, losses)
-    found = {row["claim"]: row for row in buddy._expectations(cell, lanes)}
+    found = {row["claim"]: row for row in buddy.expectations(cell, lanes)}
     assert found["buddy rho 2 loses less than random rho 2"]["is_met"]
     assert found["buddy rho 2 loses less than random rho none"]["is_met"]
     removed = found["buddy rho 2 removes 50% of random's loss"]
@@ -139,25 +139,25 @@ def test_claims_are_met_where_the_numbers_say_so() -> None:
     speed = found["ours rho 2 is 1.3 times as fast and loses 1% of accuracy"]
     assert speed["speed_up"] is None and not speed["is_met"] and speed["accuracy_lost"] == 0
     worse = make_cell(lanes, {**losses, "buddy rho 2": 0.6})
-    found = {row["claim"]: row for row in buddy._expectations(worse, lanes)}
+    found = {row["claim"]: row for row in buddy.expectations(worse, lanes)}
     assert not found["buddy rho 2 loses less than random rho 2"]["is_met"]
     assert not found["buddy rho 2 removes 50% of random's loss"]["is_met"]
-    row = buddy._row(cell, lanes[1])
+    row = buddy.lane_row(cell, lanes[1])
     assert row["loss_difference"]["mean"] == pytest.approx(losses[lanes[1].name], abs=0.02)
     assert row["policy_options"]["miss"] == "random"
 
 
 def test_decisions_are_timed_where_something_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buddy_time, "NUM_LAYERS", 2)
-    profile, twins = buddy_time._profile(), buddy_time.CompiledBuddies(load_part(DECISIONS))
+    profile, twins = buddy_time.make_profile(), buddy_time.CompiledBuddies(load_part(DECISIONS))
     for has_device in (False, True):
-        case = buddy_time._case(buddy_time.LANES["late"], has_device, 3, profile, twins)
+        case = buddy_time.make_case(buddy_time.LANES["late"], has_device, 3, profile, twins)
         for asked, run in zip(case.facts, case.runs, strict=True):
             assert (asked.routing.experts != run.routing.experts).any()
-        row = buddy_time._row(case, 1, 1)
+        row = buddy_time.measure_case(case, 1, 1)
         assert 0 < row["substitute_us"] and 0 < row["both_us"] and 0 < row["settle_us"]
     late = {"substitute_us": 10.0, "both_us": 101.0}
-    assert buddy_time._judged("late", 1, late) == {
+    assert buddy_time.judge("late", 1, late) == {
         "is_short_at_one": True,
         "are_both_short": False,
     }
@@ -194,7 +194,7 @@ def test_lanes_are_timed_and_those_that_substitute_are_watched(
 def test_at_published_dimensions_no_prompt_is_timed(decoding: Decoding, num_new: int) -> None:
     """Its rows are exact, so their reads would be the same in every lane."""
     options = SimpleNamespace(new=32, steps=4)
-    load = buddy_full._load(SimpleNamespace(decoding=decoding), options)
+    load = buddy_full.make_load(SimpleNamespace(decoding=decoding), options)
     assert len(load.prompt) == 1 and load.params.max_tokens == num_new
     assert load.params.temperature == 1.0 and load.params.seed is None
 
@@ -218,7 +218,7 @@ def test_formats_are_lanes_beside_the_model_as_stored(
     monkeypatch.setattr(format_quality, "FORMATS", chosen)
     options = SimpleNamespace(tokens=48, repeats=1, new=4)
     recorder = format_quality.Recorder("format quality", {"tokens": 48}, out)
-    format_quality._measure(recorder, "demo:autoregressive", held_out_text()[:4000], options)
+    format_quality.measure(recorder, "demo:autoregressive", held_out_text()[:4000], options)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["budget_share"], line["what"]) for line in lines] == [
         (share, name) for share in (1.0, 0.25) for name in chosen

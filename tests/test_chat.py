@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,8 @@ class Config:
 class Talk:
     """A conversation over `Words`, and what it says."""
 
-    def __init__(self, has_template: bool = True, **params: Any) -> None:
-        self.llm: Any = Words()
+    def __init__(self, has_template: bool = True, llm: Any = None, **params: Any) -> None:
+        self.llm = llm or Words()
         self.err = io.StringIO()
         self.out = io.StringIO()
         self.turns = Turns(has_template)
@@ -301,16 +302,20 @@ class OfAFamily(Words):
     def __init__(self, family: str) -> None:
         super().__init__()
         self.config = read_config(families()[family].sizes()["full"].config)
-        intake = Intake(
-            self.config, None, make_kind(self.config.decoding), context=100, max_block_length=1024
+        self.intake = Intake(
+            self.config, None, make_kind(self.config.decoding), context=4096, max_block_length=1024
         )
-        self.params_in_force = intake.in_force
-        self.fields = intake.answer_fields()
-        self.resolved = intake._resolved
+        self.params_in_force = self.intake.in_force
 
     @property
     def answer_fields(self) -> tuple[str, ...]:
-        return self.fields
+        return self.intake.answer_fields()
+
+    def generate(
+        self, prompts: list[Any], params: SamplingParams, *args: Any, **named: Any
+    ) -> list[Completion]:
+        self.intake.requests(prompts, replace(params, stop=()))  # raises for what is refused
+        return super().generate(prompts, params, *args, **named)
 
 
 TRIED = {
@@ -346,25 +351,32 @@ def test_what_is_set_is_what_an_answer_may_be_asked(family: str) -> None:
     The next message is never refused, and each setting can be taken back.
     """
     assert set(TRIED) == set(SETTABLE)
-    talk = Talk()
-    talk.conversation._llm = talk.llm = OfAFamily(family)
+    talk = Talk(llm=OfAFamily(family))
+
+    def next_params() -> SamplingParams:
+        assert "lowtide:" not in talk.says("/clear", "hello")
+        params: SamplingParams = talk.llm.asked[-1][1]
+        return params
+
     shown = {line.split()[0] for line in talk.says("/set").splitlines()[1:]}
     assert shown == set(talk.llm.answer_fields) & set(SETTABLE)
     for is_in_a_row in (False, True):
+        before = next_params()
         for name, value in TRIED.items():
-            before = talk.conversation._params
             said = talk.says(f"/set {name} {value}")
-            talk.llm.resolved(talk.conversation._params)
+            after = next_params()
             if "lowtide:" in said:
-                assert talk.conversation._params == before
+                assert after == before
             else:
                 assert f"{name}: {value}" in said and name in (*shown, "remasking")
             if not is_in_a_row:
                 talk.says(f"/set {name} default")
-                assert talk.conversation._params == SamplingParams()
+                after = next_params()
+                assert after == SamplingParams()
+            before = after
     for name in [*TRIED, *TRIED]:  # a rule only after what belongs to it
         talk.says(f"/set {name} default")
-    assert talk.conversation._params == SamplingParams()
+    assert next_params() == SamplingParams()
 
 
 def test_the_models_own_values_are_shown_in_force() -> None:

@@ -39,7 +39,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> gpu.Report:
     monkeypatch.setattr(gpu, "CudaDevice", stand_in)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "stand-in")
-    monkeypatch.setattr(gpu, "_total_memory_bytes", lambda: 1)
+    monkeypatch.setattr(gpu, "total_memory_bytes", lambda: 1)
     return gpu.Report("short", tmp_path)
 
 
@@ -110,11 +110,11 @@ def test_what_is_compiled_goes_elsewhere_where_the_home_cannot_be_written(
     home.write_text("")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in gpu._CACHES:
+    for name in gpu.CACHES:
         monkeypatch.setenv(name, "")  # for its return
         monkeypatch.delenv(name)
     gpu.find_caches()
-    assert all(Path(os.environ[name]).parent == tmp_path for name in gpu._CACHES)
+    assert all(Path(os.environ[name]).parent == tmp_path for name in gpu.CACHES)
 
 
 def test_experts_that_host_memory_has_no_room_for_are_left_out(
@@ -148,7 +148,7 @@ def test_results_that_cannot_be_written_are_said_before_anything_runs(
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "stand-in")
-    monkeypatch.setattr(gpu, "_total_memory_bytes", lambda: 1)
+    monkeypatch.setattr(gpu, "total_memory_bytes", lambda: 1)
     monkeypatch.setattr(gpu, "find_caches", lambda: None)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "short", "--out", str(tmp_path / "file" / "out")])
     assert gpu.main() == 1
@@ -199,7 +199,7 @@ sys.path[:0] = [{folder!r}, {benchmarks!r}]
 import gpu, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_name = lambda: "stand-in"
-gpu._total_memory_bytes = lambda: 1
+gpu.total_memory_bytes = lambda: 1
 gpu.find_caches = lambda: None
 tests = gpu.run_tests
 gpu.run_tests = lambda report: tests(report, Path({folder!r}))

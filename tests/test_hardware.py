@@ -228,9 +228,9 @@ def test_without_a_device_the_host_is_the_device(quick: None, executor: HostExec
 
 
 def test_memory_is_known_without_psutil(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with_psutil = memory._host_memory()
+    with_psutil = memory.total_memory_bytes(), memory.available_memory_bytes()
     monkeypatch.setitem(sys.modules, "psutil", None)
-    total, available = memory._host_memory()
+    total, available = memory.total_memory_bytes(), memory.available_memory_bytes()
     assert total == with_psutil[0]
     assert abs(available - with_psutil[1]) < total // 4  # others take and give back meanwhile
     with pytest.raises(UsageError, match="install psutil"):

@@ -10,6 +10,8 @@ import json
 import time
 import unicodedata
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from lowtide.model_folder.demos import DEMO_FOLDER
 from lowtide.model_folder.gguf_pretokenizers import WORD_RULES
 from lowtide.model_folder.text_pieces import TextPieces
 from lowtide.model_folder.tokenizer import Tokenizer, TooManyTokens, begin_texts
+from lowtide.serve.errors import QueueFull
 
 pytestmark = pytest.mark.hostile
 
@@ -161,14 +164,23 @@ def peak_bytes(process: int) -> int:
 
 
 def test_counting_has_a_place_in_the_queue(running: Running) -> None:
-    admission = running.service.admission
-    with running.client() as client, admission.enter():
-        admission._max_requests, most = 1, admission._max_requests
-        try:
-            said = client.post("/v1/messages/count_tokens", json={"messages": _said("a")})
-        finally:
-            admission._max_requests = most
+    with running.client() as client, ExitStack() as places:
+        with suppress(QueueFull):
+            while True:
+                places.enter_context(running.service.admission.enter())
+        said = client.post("/v1/messages/count_tokens", json={"messages": _said("a")})
     assert said.status_code == 429
+
+
+@cache
+def backend_of(vocabulary: Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizers library's own form, which takes a text whole."""
+    return tokenizers.Tokenizer.from_str(vocabulary.as_json())
+
+
+@cache
+def pieces_of(vocabulary: Tokenizer) -> TextPieces:
+    return TextPieces(backend_of(vocabulary))
 
 
 def _trained(backend: tokenizers.Tokenizer, **options: Any) -> Tokenizer:
@@ -286,10 +298,12 @@ def test_ids_of_pieces_are_those_of_the_whole(
     name: str, parts: list[str], size: int, add_special: bool
 ) -> None:
     vocabulary, text = VOCABULARIES[name], "".join(parts)
-    whole = vocabulary._backend.encode(text, add_special_tokens=add_special).ids
-    if add_special and vocabulary._begins_texts and whole[1:2] == whole[:1]:
+    backend = backend_of(vocabulary)
+    whole = backend.encode(text, add_special_tokens=add_special).ids
+    begins_texts = backend.encode("").ids[:1] == [vocabulary.bos_token_id]
+    if add_special and begins_texts and whole[1:2] == whole[:1]:
         del whole[0]
-    most = vocabulary._pieces.most_chars(len(whole))
+    most = pieces_of(vocabulary).most_chars(len(whole))
     assert most is None or len(text) < most
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PIECE_CHARS", len(text))
@@ -308,7 +322,7 @@ def test_ids_of_pieces_are_those_of_the_whole(
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_long_texts_are_cut_wherever_words_end(name: str) -> None:
-    pieces = VOCABULARIES[name]._pieces
+    pieces = pieces_of(VOCABULARIES[name])
     assert pieces.is_known
     for text in ("word and word " * 9000, "a1 " * 30000):
         assert max(len(piece) for _, piece in pieces(text)) <= text_pieces.PIECE_CHARS
@@ -319,9 +333,9 @@ def test_texts_full_of_added_tokens_are_cut_behind_them(name: str) -> None:
     vocabulary = VOCABULARIES[name]
     for mark in vocabulary.special_texts.values():
         text = f"{mark}'a" * 9000
-        pieces = [piece for _, piece in vocabulary._pieces(text)]
+        pieces = [piece for _, piece in pieces_of(vocabulary)(text)]
         assert max(map(len, pieces)) <= text_pieces.PIECE_CHARS
-        ids = vocabulary._backend.encode(text, add_special_tokens=False).ids
+        ids = backend_of(vocabulary).encode(text, add_special_tokens=False).ids
         assert vocabulary.encode(text, add_special=False) == ids
 
 
@@ -332,7 +346,7 @@ def test_words_of_many_scripts_end() -> None:
             assert unicodedata.normalize("NFC", letter) == letter
         text = f"{first}{last} " * 9000
         for name in ("demo autoregressive", "gpt-2", "qwen2"):
-            pieces = VOCABULARIES[name]._pieces(text)
+            pieces = pieces_of(VOCABULARIES[name])(text)
             assert max(len(piece) for _, piece in pieces) <= text_pieces.PIECE_CHARS
 
 

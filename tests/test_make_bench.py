@@ -50,7 +50,7 @@ def test_scripts_are_chosen_by_name() -> None:
 def test_what_a_large_script_makes_is_deleted_after_it(tmp_path: Path) -> None:
     models = tmp_path / "models"
     for is_wanted in (False, True):
-        with bench._forgotten(models, is_wanted):
+        with bench.forgotten(models, is_wanted):
             (models / f"{is_wanted}").mkdir()
             (models / f"{is_wanted}" / "config.json").touch()
             (models / f"{is_wanted}.trace").touch()
@@ -100,9 +100,9 @@ def test_a_script_that_hangs_is_ended_with_what_it_started(
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "wait", wait_for_the_child)
-        assert bench._status([sys.executable, "-c", parent], 0.1) is None
+        assert bench.run_status([sys.executable, "-c", parent], 0.1) is None
     wait_until(lambda: has_ended(int(file.read_text())))
-    assert bench._status([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == 3
+    assert bench.run_status([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == 3
 
 
 @pytest.mark.parametrize("is_deaf", [False, True], ids=["listens", "does not"])

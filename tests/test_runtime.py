@@ -157,7 +157,7 @@ class Disorder:
         self._slots = slots
         self._weights = weights
         self._random = random.Random(seed)
-        self._fail_at = set(fail_at)
+        self.fail_at = set(fail_at)
         self._under_way: list[tuple[_Answer, Callable[[], int]]] = []
 
     def start(self, layer: int, expert: int, slot: int) -> Ticket:
@@ -168,7 +168,7 @@ class Disorder:
         answer = _Answer(self)
 
         def read() -> int:
-            if number in self._fail_at:
+            if number in self.fail_at:
                 raise StorageError(f"read {number} failed")
             return fill(self._slots, slot, self._weights[layer, expert])
 
@@ -594,7 +594,7 @@ def test_a_read_that_fails_leaves_a_usable_runtime(
     steps = make_steps(numbers, torch.float32)
     rig = Rig(policy, capacity, executor=executor, seed=seed)
     first = len(rig.transfer.started)
-    rig.transfer._fail_at = {first + number for number in failing}
+    rig.transfer.fail_at = {first + number for number in failing}
     with tile_of(tile_rows):
         for call in steps:
             try:
@@ -604,7 +604,7 @@ def test_a_read_that_fails_leaves_a_usable_runtime(
             else:
                 assert torch.equal(result, in_one_buffer(call, REFERENCE, tile_rows))
             rig.check()
-        rig.transfer._fail_at = set()
+        rig.transfer.fail_at = set()
         rig.host.pause()
         check_all(rig, steps, tile_rows)
 
@@ -918,7 +918,7 @@ def test_what_was_read_ahead_for_nothing_is_dropped() -> None:
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_a_read_ahead_that_fails_matters_to_those_who_want_it(is_wanted: bool) -> None:
     rig = Rig("static", [6, 2], num_staging=3)
-    rig.transfer._fail_at = {8}
+    rig.transfer.fail_at = {8}
     rig.run(every_expert(0))
     call = every_expert(1)
     if is_wanted:

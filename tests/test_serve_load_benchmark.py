@@ -28,7 +28,7 @@ def test_a_load_is_told_by_its_tokens() -> None:
     refused = served.Reply(refused_s=1.0)
     replies = [whole, cut, refused, served.Reply()]
     marks = [(10.0, 0.0), (11.0, 7.0), (12.0, 7.0), (13.0, 9.0)]
-    stretches = served._stretches(replies, marks)
+    stretches = served.split_stretches(replies, marks)
     assert [each.num_tokens for each in stretches] == [3, 2, 0]
     assert [each.growth for each in stretches] == [7, 0, 2]
     told = served.Load(2, replies, stretches).as_dict()
@@ -43,25 +43,25 @@ def test_a_load_is_told_by_its_tokens() -> None:
 
 def test_an_answer_that_fails_is_no_result() -> None:
     with pytest.raises(InternalError, match="as told"):
-        served._take({"error": "as told"}, 1.0, served.Reply())
+        served.take({"error": "as told"}, 1.0, served.Reply())
 
 
 def test_prompts_differ_by_clients_and_number() -> None:
-    texts = {serve_load._words(4, clients, number) for clients in (1, 4) for number in range(3)}
+    texts = {serve_load.draw_words(4, clients, number) for clients in (1, 4) for number in range(3)}
     assert len(texts) == 6 and all(len(text.split()) == 4 for text in texts)
 
 
 def test_a_server_of_its_own_answers_clients_and_stands_beside_python(folder: Path) -> None:
     options = Namespace(words=4, new=6, seconds=3.0, behind=100)
-    with served.serving(*serve_load._lowtide(folder, 1024)) as server:
-        serve_load._warm(server)
-        row, load = serve_load._loaded(server, 3, options.words, options)
+    with served.serving(*serve_load.server_command(folder, 1024)) as server:
+        serve_load.warm(server)
+        row, load = serve_load.loaded(server, 3, options.words, options)
         with serve_load.LLM(folder, context=1024, progress=False) as llm:
-            beside = serve_load._beside_python(server, llm, options)
+            beside = serve_load.beside_python(server, llm, options)
             with closing(served.Client(server.url)) as client:
-                turns = serve_load._conversation(client, llm, options.behind, 0)
+                turns = serve_load.time_turns(client, llm, options.behind, 0)
         disk = SimpleNamespace(measure=lambda: {"random_read_GBps": 1.0})
-        from_disk = serve_load._from_disk(server, load, disk, options)
+        from_disk = serve_load.from_disk(server, load, disk, options)
         with (
             closing(served.Client(server.url)) as client,
             pytest.raises(InternalError, match="400"),

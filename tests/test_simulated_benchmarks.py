@@ -91,7 +91,7 @@ def test_runs_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [first, other] = traces.record_all([run, run._replace(for_calibration=True)])
     assert first.num_committed == 6 and first.passes[0].step.kind is StepKind.PREFILL
     assert not np.array_equal(first.hits()[0], other.hits()[0])
-    path = next(tmp_path.rglob(traces._path(Path(), run).name))
+    path = next(tmp_path.rglob(traces.trace_path(Path(), run).name))
     before = path.stat().st_mtime_ns
     [again] = traces.record_all([run])
     assert np.array_equal(again.ids, first.ids) and path.stat().st_mtime_ns == before
@@ -108,7 +108,7 @@ def test_a_sweep_of_tau_names_its_best() -> None:
     trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=5)
     case = tau.Case("m", "synthetic", trace, trace, "none", COSTS, 32, None)
     setting = simulated.make_setting(trace, COSTS, 4)
-    row = tau._sweep(case, setting, trace.hits())
+    row = tau.sweep(case, setting, trace.hits())
     speeds = dict(zip(row["taus"], row["tokens_per_s_by_tau"], strict=True))
     assert list(speeds) == [1, 2, 3, 4, 5] and 0 < row["online_over_best"] < 1.1
     assert speeds[row["auto_tau"]] == max(speeds.values())
@@ -146,7 +146,7 @@ def test_what_dali_is_compared_with() -> None:
     hits = part.hits()
     case = dali.Case(part, simulated.make_setting(part, COSTS, 8, part), hits)
     assert case.seconds("hybrimoe") == simulate(part, "hybrimoe", case.setting).total_s
-    assert list(dali._stage_gains("Mixtral-8x7B", case)) == ["+ greedy", "+ prefetch", "+ cache"]
+    assert list(dali.stage_gains("Mixtral-8x7B", case)) == ["+ greedy", "+ prefetch", "+ cache"]
 
 
 def test_what_one_window_hits_more_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_what_one_window_hits_more_than_another(monkeypatch: pytest.MonkeyPatch)
     recorder = Written()
     dali.window_hits(dali.Numbers(recorder), Namespace(layers=1))
     assert [row["published"] for row in recorder.rows] == [0.042, 0.071]
-    [case] = dali._cases("DeepSeek-V2-Lite", (4,), 1)
+    [case] = dali.make_cases("DeepSeek-V2-Lite", (4,), 1)
     for row, windows in zip(recorder.rows, dali.FIGURE_18, strict=True):
         rates = [
             simulate(case.part, "dali", case.setting.having(w_size=w, u_size=u)).hit_rate
@@ -188,13 +188,15 @@ def test_shares_of_planning_are_of_its_time_and_the_layer_s(
 
 
 def test_the_greedy_is_never_above_the_optimum() -> None:
-    shares = dali._optimum_shares("Mixtral-8x7B", 4, 2)
+    shares = dali.optimum_shares("Mixtral-8x7B", 4, 2)
     assert len(shares) == 4 and all(0.5 <= share <= 1 + 1e-9 for share in shares)
 
 
 def test_shares_of_what_hindsight_knows() -> None:
     trace = synth_decode_trace(SHAPE, num_sequences=2, num_prompt=4, num_new=8)
-    cell = hindsight._cell(trace, trace.hits(), simulated.make_setting(trace, COSTS, 8, trace))
+    cell = hindsight.measure_cell(
+        trace, trace.hits(), simulated.make_setting(trace, COSTS, 8, trace)
+    )
     assert cell["of_oracle"].keys() == cell["of_most_hits"].keys() == simulated.VARIANTS.keys()
     assert all(0 <= share <= 1 for share in cell["of_most_hits"].values())
     assert cell["of_oracle"]["lowtide"] > 0 < cell["over_best_other"]["lowtide"]
@@ -267,7 +269,7 @@ def test_a_preset_is_as_good_as_in_the_worse_routing() -> None:
 def test_presets_beside_the_fastest_and_what_auto_chooses() -> None:
     preference = published_routing.Preference(0.5, 0.5, 0.5)
     for home in locality.HOMES:
-        cell = locality._cell(preference, home, 1, 0.25, 2)
+        cell = locality.measure_cell(preference, home, 1, 0.25, 2)
         speeds = cell["of_best"]
         assert max(speeds.values()) == 1 and speeds["auto"] == speeds[cell["auto_chooses"]]
         assert speeds.keys() - {"auto"} == cell["hit_rates"].keys()

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,7 +224,7 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
         engine.ask(prompt_of(1))
         engine.stored.drain()
         assert not said and not draft.exists() and len(names(folder)) == 2
-        files = engine.stored._files
+    with closing(StoredFiles(OwnFolder(folder), KEY, FILE_BYTES)) as files:
         assert len(files.clear()) == 1 and names(folder) == ["mine.txt"]
 
 

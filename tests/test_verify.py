@@ -173,9 +173,9 @@ def test_a_tolerance_is_for_values_and_their_consequences() -> None:
 
 def test_differences_are_shares_of_the_largest_value() -> None:
     wanted = torch.tensor([1.0, -4.0])
-    assert verify_module._difference(wanted, wanted) == 0
-    assert verify_module._difference(wanted + 1, wanted) == 0.25
-    assert verify_module._difference(wanted * torch.nan, wanted) == float("inf")
+    assert verify_module.relative_difference(wanted, wanted) == 0
+    assert verify_module.relative_difference(wanted + 1, wanted) == 0.25
+    assert verify_module.relative_difference(wanted * torch.nan, wanted) == float("inf")
 
 
 @pytest.mark.usefixtures("two_presets")

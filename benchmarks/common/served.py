@@ -219,7 +219,7 @@ async def _load(url: str, num_clients: int, seconds: float, body_of: BodyOf, loo
             for client in clients:
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
-    return Load(num_clients, replies, _stretches(replies, marks))
+    return Load(num_clients, replies, split_stretches(replies, marks))
 
 
 async def _mark(look: Look) -> tuple[float, float]:
@@ -227,7 +227,9 @@ async def _mark(look: Look) -> tuple[float, float]:
     return time.perf_counter(), looked
 
 
-def _stretches(replies: Sequence[Reply], marks: Sequence[tuple[float, float]]) -> Sequence[Stretch]:
+def split_stretches(
+    replies: Sequence[Reply], marks: Sequence[tuple[float, float]]
+) -> Sequence[Stretch]:
     arrivals = [reply.start_s + time_s for reply in replies for time_s in reply.times_s]
     counts, _ = np.histogram(arrivals, [now_s for now_s, _ in marks])
     return [
@@ -250,10 +252,10 @@ async def _ask(http: httpx.AsyncClient, body: Body, reply: Reply) -> None:
             raise InternalError(f"The server answered {answer.status_code}: {told:.500}")
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
-                _take(json.loads(line[6:]), time.perf_counter() - reply.start_s, reply)
+                take(json.loads(line[6:]), time.perf_counter() - reply.start_s, reply)
 
 
-def _take(chunk: Mapping[str, Any], now_s: float, reply: Reply) -> None:
+def take(chunk: Mapping[str, Any], now_s: float, reply: Reply) -> None:
     if "error" in chunk:
         raise InternalError(f"An answer failed: {chunk['error']}")
     reply.usage = chunk.get("usage") or reply.usage

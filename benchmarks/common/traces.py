@@ -79,10 +79,10 @@ def record_all(runs: list[Run]) -> list[Trace]:
     folder = cache_folder() / "traces"
     folder.mkdir(parents=True, exist_ok=True)
     for model in dict.fromkeys(run.model for run in runs):
-        missing = [r for r in runs if r.model == model and not _path(folder, r).exists()]
+        missing = [r for r in runs if r.model == model and not trace_path(folder, r).exists()]
         if missing:
             _record(missing, folder)
-    return [Trace.load(_path(folder, run)) for run in runs]
+    return [Trace.load(trace_path(folder, run)) for run in runs]
 
 
 def moe_shape(trace: Trace) -> MoEShape:
@@ -103,7 +103,7 @@ def _record(runs: list[Run], folder: Path) -> None:
                 ignore_eos=True,
                 diffusion=DiffusionParams() if in_order else diffusion,
             )
-            with recorded(llm, _path(folder, run), run.model):
+            with recorded(llm, trace_path(folder, run), run.model):
                 for prompts in _prompts(llm, run):
                     llm.generate(prompts, params)
 
@@ -132,7 +132,7 @@ def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:
     return [ids[start :: run.num_rounds] for start in range(run.num_rounds)]
 
 
-def _path(folder: Path, run: Run) -> Path:
+def trace_path(folder: Path, run: Run) -> Path:
     """Return a trace's path, which depends on the weights: demos are trained again at times."""
     of = "" if run.model in _SYNTH else f"-{_digest(resolve_model(run.model))}"
     return folder / f"{run.name}{of}-v{TRACE_VERSION}.npz"

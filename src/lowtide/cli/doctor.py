@@ -55,7 +55,7 @@ def doctor(
     options = settings.engine_options()
     with redirect_stdout(sys.stderr):
         folder = None if model is None else find_model(model, settings)
-        from lowtide.doctor.checkup import faults, suggestion
+        from lowtide.doctor.checkup import Present, faults, suggestion
         from lowtide.doctor.doctor import diagnose
 
         with ProgressBars() as progress:
@@ -66,17 +66,15 @@ def doctor(
                 progress=progress,
                 **options,
             )
-        found, suggested = faults(diagnosis), suggestion()
+        found, suggested = faults(diagnosis, Present.now()), suggestion()
     if settings.flag("json"):
         runs_well = suggested and suggested._asdict()
         print(json_line({**diagnosis.as_dict(), "faults": found, "runs_well": runs_well}))
     else:
-        _print(
-            "\n".join(_verdict(diagnosis, found, suggested)), diagnosis, settings.flag("verbose")
-        )
+        _print("\n".join(verdict(diagnosis, found, suggested)), diagnosis, settings.flag("verbose"))
 
 
-def _verdict(
+def verdict(
     diagnosis: Diagnosis, found: Sequence[str], suggested: Suggestion | None
 ) -> Iterator[str]:
     """List faults, skipped measurements and a model that runs well, a line each."""

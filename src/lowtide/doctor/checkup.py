@@ -49,6 +49,33 @@ SUGGESTED = (
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
+class Present(NamedTuple):
+    """State of this machine now, beside what was measured."""
+
+    no_kernels: str | None  # why there are no compiled kernels; None: there are
+    free_memory_bytes: int
+    models: Path | None  # folder that models are kept in
+    free_disk_bytes: int | None
+    no_disk: str | None  # why that folder or its free space is not known, and a way out
+    has_nvidia_driver: bool
+    torch_version: str
+    cuda_version: str | None  # that torch was built for
+
+    @classmethod
+    def now(cls) -> Present:
+        folder, free_bytes, no_disk = _models_folder()
+        return cls(
+            _without_compiler(),
+            available_memory_bytes(),
+            folder,
+            free_bytes,
+            no_disk,
+            _NVIDIA_DRIVER.exists(),
+            torch.__version__,
+            torch.version.cuda,
+        )
+
+
 class Suggestion(NamedTuple):
     """A published model that fits into free memory; at_most: tokens/s that the processor allows."""
 
@@ -58,15 +85,15 @@ class Suggestion(NamedTuple):
     at_most: float | None
 
 
-def faults(diagnosis: Diagnosis) -> list[str]:
+def faults(diagnosis: Diagnosis, present: Present) -> list[str]:
     """Return the machine's faults, each with its remedy; empty if there are none."""
     found = (
-        _without_compiler(),
-        _little_memory(diagnosis.machine.memory_bytes),
-        _little_disk(),
+        _slow_kernels(present.no_kernels),
+        _little_memory(present.free_memory_bytes, diagnosis.machine.memory_bytes),
+        _little_disk(present),
         _slow_disk(diagnosis.rates),
-        None if diagnosis.machine.gpu else _unused_gpu(),
-        _old_torch(torch.__version__),
+        None if diagnosis.machine.gpu else _unused_gpu(present),
+        _old_torch(present.torch_version),
         _busy(diagnosis.rates),
     )
     return [fault for fault in found if fault is not None]
@@ -101,18 +128,38 @@ def _planned(config: Mapping[str, Any], format: str) -> MemoryPlan | None:
 
 
 def _without_compiler() -> str | None:
+    """Say why there are no compiled kernels; None if there are."""
     if choose_kernels("auto", torch.bfloat16) is not REFERENCE:
         return None
-    reason = "The notice above says why there are none."
     try:
         find_compiler()
     except UnsupportedError as error:
-        reason = str(error)
+        return str(error)
+    return "The notice above says why there are none."
+
+
+def _models_folder() -> tuple[Path | None, int | None, str | None]:
+    """Return the folder of models and its free bytes, or why they are not known."""
+    try:
+        folder = cache_folder()
+    except HubError as error:
+        return None, None, str(error)
+    try:
+        present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+        return folder, shutil.disk_usage(present).free, None
+    except OSError as error:
+        reason = error.strerror or error
+        told = f"{folder}, where models are kept, cannot be used: {reason}. Set HF_HOME."
+        return folder, None, told
+
+
+def _slow_kernels(reason: str | None) -> str | None:
+    if reason is None:
+        return None
     return f"Models run several times slower than they could, without compiled kernels. {reason}"
 
 
-def _little_memory(total_bytes: int) -> str | None:
-    free_bytes = available_memory_bytes()
+def _little_memory(free_bytes: int, total_bytes: int) -> str | None:
     if free_bytes >= LEAST_MEMORY_BYTES:
         return None
     return (
@@ -121,22 +168,14 @@ def _little_memory(total_bytes: int) -> str | None:
     )
 
 
-def _little_disk() -> str | None:
-    try:
-        folder = cache_folder()
-        present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
-        free_bytes = shutil.disk_usage(present).free
-    except HubError as error:
-        return str(error)
-    except OSError as error:
-        reason = error.strerror or error
-        return f"{folder}, where models are kept, cannot be used: {reason}. Set HF_HOME."
-    if free_bytes >= LEAST_DISK_BYTES:
-        return None
+def _little_disk(present: Present) -> str | None:
+    free_bytes = present.free_disk_bytes
+    if free_bytes is None or free_bytes >= LEAST_DISK_BYTES:
+        return present.no_disk
     return (
-        f"Only {format_size(free_bytes)} are free for models in {folder}; a small one in 4 bits "
-        f"takes {format_size(LEAST_DISK_BYTES)}. Make room, or set HF_HOME to a folder on a larger "
-        "disk."
+        f"Only {format_size(free_bytes)} are free for models in {present.models}; a small one in 4 "
+        f"bits takes {format_size(LEAST_DISK_BYTES)}. Make room, or set HF_HOME to a folder on a "
+        "larger disk."
     )
 
 
@@ -150,17 +189,17 @@ def _slow_disk(rates: Sequence[Rate]) -> str | None:
     )
 
 
-def _unused_gpu() -> str | None:
-    if not _NVIDIA_DRIVER.exists():
+def _unused_gpu(present: Present) -> str | None:
+    if not present.has_nvidia_driver:
         return None
-    if torch.version.cuda is None:
+    if present.cuda_version is None:
         return (
             "There is an NVIDIA GPU, and the installed torch cannot use any. Install the build for "
             "it: uv pip install --reinstall --torch-backend auto torch."
         )
     return (
         "There is an NVIDIA GPU that torch cannot use. Its driver may be too old for CUDA "
-        f"{torch.version.cuda}; nvidia-smi shows which it has."
+        f"{present.cuda_version}; nvidia-smi shows which it has."
     )
 
 

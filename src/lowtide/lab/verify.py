@@ -367,13 +367,13 @@ class _Layers:
 def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
     pairs = zip(run.layers, reference.layers, strict=True)
     divided = {op: n for op, n in run.chunks.items() if n > reference.chunks.get(op, 1)}
-    differences = [_difference(one.out, other.out) for one, other in pairs]
+    differences = [relative_difference(one.out, other.out) for one, other in pairs]
     return replace(
         verdict,
         hit_rate=run.hit_rate,
         largest_layer_difference=max(differences, default=0.0),
         first_layer=_first(difference > verdict.tolerance for difference in differences),
-        largest_logit_difference=_difference(run.logits, reference.logits),
+        largest_logit_difference=relative_difference(run.logits, reference.logits),
         first_token=_first(a != b for a, b in zip_longest(run.token_ids, reference.token_ids)),
         num_equal_tokens=sum(map(eq, run.token_ids, reference.token_ids)),
         num_tokens=len(reference.token_ids),
@@ -382,7 +382,7 @@ def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
     )
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
+def relative_difference(found: Tensor, wanted: Tensor) -> float:
     """Return the largest difference as a share of the largest value; infinite if one is NaN."""
     if torch.equal(found, wanted):
         return 0.0
