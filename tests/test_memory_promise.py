@@ -7,6 +7,7 @@ kernel saw, less the overhead that the plan names, must stay within the budget.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ with LLM(folder, **options) as llm:
         else:
             prompts = [[i * 31 % 8000 for i in range(n)] for n in work]
             # Every step of a block takes the same memory.
-            params = SamplingParams(max_tokens=16, diffusion=DiffusionParams(steps=4))
+            params = SamplingParams(max_tokens=16)
+            if not llm.config.decoding.writes_in_order:
+                params = SamplingParams(max_tokens=16, diffusion=DiffusionParams(steps=4))
             llm.generate(prompts, params)
     status = Path("/proc/self/status").read_text()
     peak_bytes = int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
@@ -76,6 +79,7 @@ with LLM(folder, **options) as llm:
         # The array that `logits` hands out is the caller's.
         "caller_bytes": 4 * plan.context * llm.config.vocab_size * ("logits" in works),
         "policy": plan.policy,
+        "prompt_chunks": plan.prompt_chunks,
         "num_misses": llm.stats()["num_misses"],
     }))
 """
@@ -325,6 +329,18 @@ def test_every_step_is_within_the_budget_and_the_machine_beside_a_neighbour(mode
     num_slots = [[num_live for *_, num_live in steps] for steps in (alone, beside, after)]
     assert min(num_slots[1]) < max(num_slots[0]) // 2
     assert max(num_slots[2]) > 0.9 * max(num_slots[0])
+
+
+def test_several_chunks_of_a_prompt_are_within_the_budget(tmp_path: Path) -> None:
+    config = families()["qwen3_moe"].sizes()["small"].config
+    config = {**config, "num_hidden_layers": 4, "num_experts": 64, "vocab_size": 8192}
+    size = replace(SIZE, config={**config, "eos_token_id": EOS, "pad_token_id": EOS})
+    folder = write_checkpoint(size, tmp_path / "model")
+    plan = plan_model(folder, context=4 * CONTEXT)
+    budget = (plan.minimum_bytes + plan.full_bytes) // 2
+    measured = measure(folder, [[3 * CONTEXT]], host_memory=budget, context=4 * CONTEXT)
+    assert measured["prompt_chunks"] > 1
+    check_promise(measured)
 
 
 def test_in_float32_too(model: Path) -> None:

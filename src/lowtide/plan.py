@@ -215,7 +215,7 @@ class MemoryPlan:
 
     host: TierPlan
     context: int  # the most tokens of one sequence
-    max_rows: int  # token rows of the largest forward pass
+    max_rows: int  # token rows of the largest pass, or of each chunk of a prompt
     minimum_bytes: int
     full_bytes: int
     overhead_bytes: int
@@ -244,6 +244,8 @@ class MemoryPlan:
     """A copy of one sequence's states, from which a later turn goes on; 0: tokens suffice."""
     policy_sizes: str = ""
     """Numbers that the policy's options come to for this model, if they are not constants."""
+    prompt_chunks: int = 1
+    """Most chunks of `max_rows` tokens of a prompt for which absent experts are read once."""
 
     @property
     def budget_bytes(self) -> int:

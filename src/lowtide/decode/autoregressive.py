@@ -23,6 +23,8 @@ from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
 from lowtide.decode.sampling import ArgMax, rows_not_finite, tell_if_never_drawn
 from lowtide.errors import NumericError
+from lowtide.layers.few_rows import MAX_SHORT_ROWS
+from lowtide.memory.workspace import TILE_ROWS
 from lowtide.params import DiffusionParams, SamplingParams, field_names, with_published
 
 CHUNK_MULTIPLE = 16
@@ -59,14 +61,32 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
         answers = [sequence for sequence in running if sequence.num_rows == 1]
         holds_back = share.holds_back(callers(prompts), callers(answers))
         for sequence in answers if holds_back else [*answers, *prompts]:
-            num_rows = _fed_rows(sequence, num_free)
+            first, start = sequence.num_cached, max_rows - num_free
+            num_rows = _fed_rows(sequence, first, num_free)
             if num_rows:
-                first, start = sequence.num_cached, max_rows - num_free
                 turns.append(Scheduled(sequence, first, first + num_rows, start))
                 num_free -= num_rows
         is_decode = any(turn.sequence.has_answer for turn in turns)
         has_prompts = any(turn.length > 1 for turn in turns)
         return Schedule(StepKind.DECODE if is_decode else StepKind.PREFILL, turns, has_prompts)
+
+    def lengthened(
+        self, turn: Scheduled[CausalSequence], max_rows: int, max_chunks: int, is_alone: bool
+    ) -> Scheduled[CausalSequence]:
+        """Add chunks, but no short ones: those are passes of their own, which round elsewhere.
+
+        In company all are whole passes, since others would take the rows that are left.
+        """
+        least_rows = MAX_SHORT_ROWS + 1 if is_alone else max_rows
+        sequence, num_rows = turn.sequence, turn.length
+        ends: list[int] = []
+        stop = turn.first
+        while num_rows >= least_rows and len(ends) < max_chunks:
+            ends.append(stop := stop + num_rows)
+            num_rows = _fed_rows(sequence, stop, max_rows)
+        if len(ends) < 2 or stop - turn.first <= TILE_ROWS:
+            return turn
+        return turn._replace(stop=stop, chunk_ends=tuple(ends))
 
     def pass_rows(self, turn: Scheduled[CausalSequence]) -> PassRows:
         return turn.sequence.pass_rows(turn.first, turn.stop)
@@ -110,9 +130,9 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
         return _Forced(text, on_logits, self)
 
 
-def _fed_rows(sequence: CausalSequence, num_free: int) -> int:
-    """Return the rows of a sequence in a pass that has so many left."""
-    num_rows, first = sequence.num_rows, sequence.num_cached
+def _fed_rows(sequence: CausalSequence, first: int, num_free: int) -> int:
+    """Return the rows of a sequence from position `first` on, in a pass that has so many left."""
+    num_rows = sequence.num_known - first
     has_states = sequence.kv.states is not None
     if has_states:
         periodic = first // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS + SNAPSHOT_TOKENS

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any, Generic
 
 import numpy as np
@@ -43,6 +45,7 @@ class BatchDecoder(Generic[S, C]):
         max_rows: int,
         reuse: Reuse = Reuse.OFF,
         tail_tokens: int = 0,
+        max_chunks: Callable[[], int] = lambda: 1,
     ) -> None:
         """Begin with an empty queue.
 
@@ -50,6 +53,7 @@ class BatchDecoder(Generic[S, C]):
             rows are divided, and so their bits.
         reuse: how much of earlier requests' KV cache a new request may use.
         tail_tokens: see `KeptSequences`.
+        max_chunks: returns the chunks of a prompt that a pass may have.
         """
         self._kind = kind
         self._model = model
@@ -57,7 +61,11 @@ class BatchDecoder(Generic[S, C]):
         self._kept = KeptSequences(kv_cache, reuse, max_rows, tail_tokens)
         self.prompt_share = PromptShare()
         self.on_begin: Callable[[Sequence[Event]], None] = lambda _: None  # before a first pass
+        self.on_progress: Callable[[Sequence[Event]], None] = lambda _: None  # in a long pass
+        self.heed: Callable[[], None] = nothing_to_heed
+        """Called after each layer of a pass over several chunks, which it may end by raising."""
         self._max_rows = max_rows
+        self._max_chunks = max_chunks
         self._waiting: deque[Request] = deque()
         self._paused: list[S] = []  # without room; the one that came first in front
         self._running: list[S] = []
@@ -126,6 +134,9 @@ class BatchDecoder(Generic[S, C]):
         schedule = self._schedule()
         if not schedule.turns:
             return []
+        for turn in schedule.turns:
+            if turn.chunk_ends:
+                self._kept.expect_chunks(turn.sequence, turn.chunk_ends)
         with self.prompt_share.measured(schedule.has_prompts), torch.inference_mode():
             hidden = self._model.forward(self._batch(schedule))
             choices = self._kind.choose(self._model, hidden, schedule.turns, self._blame)
@@ -183,6 +194,11 @@ class BatchDecoder(Generic[S, C]):
         while True:
             schedule = self._kind.schedule(self._running, self._max_rows, self.prompt_share)
             turns = schedule.turns
+            # Then nobody waits for a token, and who came later waits for this prompt anyway.
+            if schedule.kind is StepKind.PREFILL and len(turns) == 1:
+                turns[0] = self._kind.lengthened(
+                    turns[0], self._max_rows, self._max_chunks(), is_alone=len(self._running) == 1
+                )
             if self._see_to_memory((turn.sequence, self._kind.end_tokens(turn)) for turn in turns):
                 return schedule
 
@@ -205,7 +221,17 @@ class BatchDecoder(Generic[S, C]):
             ),
             logit_rows=logit_rows,
             asked=asked,
+            chunk_ends=tuple(end - turns[0].first for end in turns[0].chunk_ends),
+            on_layer=partial(self._tell_layer, turns[0]),
         )
+
+    def _tell_layer(self, turn: Scheduled[S], share: float) -> None:
+        """Report the share of its layers that a pass over several chunks has behind it."""
+        self.heed()
+        request, num_done = turn.sequence.request, int(share * turn.length)
+        if 0 < num_done < turn.length:
+            progress = Prefill(request.id, turn.first + num_done, turn.sequence.num_known)
+            self.on_progress([progress])
 
     def _is_last(self, turns: Sequence[Scheduled[S]]) -> bool:
         """Return True if every sequence takes part and is expected to end with this pass."""
@@ -336,7 +362,9 @@ class BatchDecoder(Generic[S, C]):
         prompts finish one after another.
         """
         if len(turns) == 1 and turns[0].is_final:
-            self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
+            [turn] = turns
+            for first, stop in pairwise((turn.first, *(turn.chunk_ends or (turn.stop,)))):
+                self._kept.note_pass(turn.sequence, first, stop)
         events: list[Event] = []
         for turn, choice in zip(turns, choices, strict=True):
             events += self._kind.written(turn, choice)
@@ -351,6 +379,10 @@ class BatchDecoder(Generic[S, C]):
             else:
                 self._running.append(sequence)
         return events
+
+
+def nothing_to_heed() -> None:
+    """Stand for `BatchDecoder.heed` where nothing can end a pass."""
 
 
 def joined(parts: Sequence[PassRows]) -> PassRows:

@@ -93,7 +93,7 @@ class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
         if turns[0].is_final:  # all are: a prefill
             return [None] * len(turns)
         predictions, rows, needs_logits, starts = [], [], [], [0]
-        for sequence, first, _, start, _ in turns:
+        for sequence, first, _, start, *_ in turns:
             wanted = sequence.wanted_positions()
             rows.append(start + wanted - first)
             needs_logits.append(np.full(len(wanted), sequence.needs_logits))

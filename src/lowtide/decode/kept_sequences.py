@@ -237,11 +237,31 @@ class KeptSequences:
 
     def copy_states(self, sequence: Running) -> None:
         """Copy a sequence's states after a pass that ended where they may be wanted."""
-        place, is_off = sequence.num_cached, self._reuse is Reuse.OFF
-        if is_off or not self._kv_cache.has_states or place > self._num_reusable(sequence):
-            return
-        if place in sequence.cuts or not place % SNAPSHOT_TOKENS:
+        place = sequence.num_cached
+        if place <= self._num_reusable(sequence) and self._is_copied_at(sequence, place):
             self._kv_cache.snapshot(sequence.kv, may_drop=place in sequence.cuts)
+
+    def expect_chunks(self, sequence: Running, ends: Sequence[int]) -> None:
+        """Have a pass of several chunks copy states where `copy_states` would between them.
+
+        ends: the positions behind each chunk.
+        """
+        is_exact, num_exact = self._reuse is Reuse.EXACT, sequence.num_exact
+        whole, first = self._whole_rows(sequence.request), sequence.num_cached
+        due: dict[int, bool] = {}
+        for place in ends[:-1]:
+            if first == num_exact and place - first == whole:
+                num_exact = place
+            first = place
+            is_reusable = not sequence.kv.is_mixed and (not is_exact or place <= num_exact)
+            if is_reusable and self._is_copied_at(sequence, place):
+                due[place] = place in sequence.cuts
+        sequence.kv.copies_due = due
+
+    def _is_copied_at(self, sequence: Running, place: int) -> bool:
+        if self._reuse is Reuse.OFF or not self._kv_cache.has_states:
+            return False
+        return place in sequence.cuts or not place % SNAPSHOT_TOKENS
 
     def _waits_for_states(self, request: Request, running: Sequence[Running]) -> bool:
         """Do as `is_being_computed`, and have the states copied where this request's text ends."""

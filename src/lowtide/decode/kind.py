@@ -37,7 +37,8 @@ Blame = Callable[[Iterable[Running]], None]
 class Scheduled(NamedTuple, Generic[S]):
     """One sequence's part of a pass: positions `first` to `stop`, in rows from `start` on.
 
-    With guidance, a second copy of the same positions follows the first.
+    With guidance, a second copy of the same positions follows the first. chunk_ends: of a prompt in
+    several chunks, the position behind each.
     """
 
     sequence: S
@@ -45,6 +46,7 @@ class Scheduled(NamedTuple, Generic[S]):
     stop: int
     start: int
     num_copies: int = 1
+    chunk_ends: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -164,6 +166,16 @@ class Kind(abc.ABC, Generic[D, S, C]):
     def schedule(self, running: Sequence[S], max_rows: int, share: PromptShare) -> Schedule[S]:
         """Choose the sequences of the next pass, with at most `max_rows` rows."""
 
+    def lengthened(
+        self, turn: Scheduled[S], max_rows: int, max_chunks: int, is_alone: bool
+    ) -> Scheduled[S]:
+        """Return a prompt's turn with the chunks that follow it, `max_chunks` in all.
+
+        They are those of its next passes: each computes what it would compute there. is_alone: no
+        other sequence would have rows in one of these passes.
+        """
+        return turn
+
     def end_tokens(self, turn: Scheduled[S]) -> int:
         """Return the number of tokens whose keys and values a turn writes or reads."""
         return turn.stop
@@ -174,7 +186,7 @@ class Kind(abc.ABC, Generic[D, S, C]):
 
     def copies(self, turn: Scheduled[S]) -> list[tuple[IntArray, Segment]]:
         """Return each copy's tokens, with the segment that says which tokens they attend to."""
-        sequence, first, stop, start, _ = turn
+        sequence, first, stop, start, *_ = turn
         segment = Segment(start, turn.end, first, sequence.block_length, sequence.kv)
         return [(sequence.tokens[first:stop], segment)]
 

@@ -234,7 +234,7 @@ class HostExpertExecutor:
         """Split experts into those of one common call and the others."""
         if self.batched is None or not experts:
             return [], experts
-        is_few = self.batched.takes_experts(self._tile.rows.num_tokens(experts)).tolist()
+        is_few = self.batched.takes_experts(self._tile.rows.most_tokens(experts)).tolist()
         pairs = list(zip(experts, is_few, strict=True))
         return [e for e, few in pairs if few], [e for e, few in pairs if not few]
 

@@ -22,6 +22,7 @@ class NoExperts:
 
     device = None
     asks_scores = False
+    joins_chunks = False
     observer: Observer | None = None
     expert_observer: ExpertObserver | None = None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ class LayerCall(NamedTuple):
     workspace: Buffers
     out: Tensor  # [tokens, hidden] float32: the sum of each token's experts goes there
     scores: Tensor | None = None  # [tokens, num_experts] float32: the router's, if asked for
+    chunk_ends: tuple[int, ...] = ()  # one past the last row of each chunk; (): all are one
 
 
 def is_long(num_tokens: int) -> bool:
@@ -62,14 +64,17 @@ class ExpertRows:
 
     token_of [tokens * k]: each sorted pair's token. part_of [tokens, k]: the sorted position of a
     token's j-th pair. counts [num_experts]: each expert's pairs. All int64, on the routing's
-    device.
+    device. If a pass has several chunks of a prompt, an expert's pairs of each chunk are products
+    of their own, with the bits of a pass over that chunk alone.
     """
 
-    __slots__ = ("_bounds", "counts", "part_of", "token_of")
+    __slots__ = ("_bounds", "_num_chunks", "counts", "part_of", "token_of")
 
     def __init__(self, pairs: SortedPairs) -> None:
         self.token_of, self.part_of, self.counts = pairs
+        # [num_experts * chunks + 1]: the sorted pairs of each expert's chunks follow each other.
         self._bounds: IntArray | None = None
+        self._num_chunks = 1
 
     @classmethod
     def at_host(cls, experts: Tensor, num_experts: int) -> ExpertRows:
@@ -85,12 +90,31 @@ class ExpertRows:
         rows.learn(counts)
         return rows
 
+    @classmethod
+    def of_chunks(
+        cls, pairs: SortedPairs, experts: Tensor, chunk_ends: Sequence[int]
+    ) -> ExpertRows:
+        """Divide the pairs of experts [tokens, k] in host memory by chunks of the tokens."""
+        rows, chosen, num_experts = cls(pairs), experts.numpy(), len(pairs.counts)
+        starts = [0, *chunk_ends[:-1]]
+        counts = [
+            np.bincount(chosen[start:stop].ravel(), minlength=num_experts)
+            for start, stop in zip(starts, chunk_ends, strict=True)
+        ]
+        rows._num_chunks = len(counts)
+        rows.learn(np.stack(counts, axis=1).ravel())
+        return rows
+
     @property
     def bounds(self) -> IntArray:
         """Bounds: expert e has sorted pairs bounds[e] to bounds[e + 1]. [num_experts + 1].
 
         The first use is the layer's one device-to-host synchronisation.
         """
+        return self._chunk_bounds[:: self._num_chunks]
+
+    @property
+    def _chunk_bounds(self) -> IntArray:
         if self._bounds is None:
             return self.learn(self.counts.cpu().numpy())
         return self._bounds
@@ -120,10 +144,12 @@ class ExpertRows:
 
     def pieces(self, expert: int) -> list[slice]:
         """Divide an expert's pairs into its products."""
-        pairs = self.pairs(expert)
+        first = expert * self._num_chunks
+        bounds = self._chunk_bounds[first : first + self._num_chunks + 1].tolist()
         return [
-            slice(pairs.start + piece.start, pairs.start + piece.stop)
-            for piece in row_pieces(pairs.stop - pairs.start)
+            slice(start + piece.start, start + piece.stop)
+            for start, stop in pairwise(bounds)
+            for piece in row_pieces(stop - start)
         ]
 
     def tiles(self, max_pairs: int) -> Iterator[slice]:
@@ -133,7 +159,7 @@ class ExpertRows:
         next.
         """
         start = stop = 0
-        for num_pairs in np.diff(self.bounds).tolist():
+        for num_pairs in np.diff(self._chunk_bounds).tolist():
             for piece in row_pieces(num_pairs):
                 size = piece.stop - piece.start
                 if stop + size - start > max_pairs:
@@ -150,10 +176,10 @@ class ExpertRows:
         """
         if pairs.stop - pairs.start == len(self.token_of):
             return self
-        bounds = self.bounds.clip(pairs.start, pairs.stop) - pairs.start
-        counts = torch.from_numpy(np.diff(bounds)).to(self.token_of.device)
+        bounds = self._chunk_bounds.clip(pairs.start, pairs.stop) - pairs.start
+        counts = torch.from_numpy(np.diff(bounds[:: self._num_chunks])).to(self.token_of.device)
         rows = ExpertRows(SortedPairs(self.token_of[pairs], self.part_of[:0], counts))
-        rows._bounds = bounds
+        rows._bounds, rows._num_chunks = bounds, self._num_chunks
         return rows
 
     def num_tokens(self, experts: IntArray | list[int]) -> IntArray:
@@ -162,14 +188,24 @@ class ExpertRows:
         num_tokens: IntArray = self.bounds[experts + 1] - self.bounds[experts]
         return num_tokens
 
+    def most_tokens(self, experts: IntArray | list[int]) -> IntArray:
+        """Return the most pairs that some experts have of one chunk."""
+        counts = np.diff(self._chunk_bounds).reshape(-1, self._num_chunks)
+        most: IntArray = counts[np.asarray(experts, np.int64)].max(axis=1)
+        return most
+
     def groups(self, experts: IntArray | list[int], slots: IntArray | list[int]) -> IntArray:
-        """Return the slot, first sorted pair and number of pairs of each expert: [experts, 3]."""
-        experts = np.asarray(experts, np.int64)
-        groups = np.empty((len(experts), 3), np.int64)
-        groups[:, 0] = slots
-        groups[:, 1] = self.bounds[experts]
-        groups[:, 2] = self.bounds[experts + 1] - groups[:, 1]
-        return groups
+        """Return the slot, first sorted pair and number of pairs of each product: [products, 3].
+
+        They are one for each expert, or for each of its chunks that have any.
+        """
+        chunks = np.asarray(experts, np.int64)[:, None] * self._num_chunks
+        chunks = (chunks + np.arange(self._num_chunks)).ravel()
+        groups = np.empty((len(chunks), 3), np.int64)
+        groups[:, 0] = np.repeat(np.asarray(slots, np.int64), self._num_chunks)
+        groups[:, 1] = self._chunk_bounds[chunks]
+        groups[:, 2] = self._chunk_bounds[chunks + 1] - groups[:, 1]
+        return groups if self._num_chunks == 1 else groups[groups[:, 2] > 0]
 
 
 class ExpertBuffers(NamedTuple):

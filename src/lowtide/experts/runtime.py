@@ -127,6 +127,18 @@ class ExpertRuntime:
         if self.observer is not None:
             self.observer.saw_layer(call.layer, call.step, call.x, call.routing, call.out)
 
+    @property
+    def joins_chunks(self) -> bool:
+        """True if several chunks of a prompt may share a layer's reads, and some are to be read.
+
+        Not if somebody observes layers, who sees chunk by chunk, nor if a policy looks at what a
+        pass demands to choose other experts.
+        """
+        is_watched = self.observer is not None or self.expert_observer is not None
+        if is_watched or self.device is not None or self.policies.asks_scores:
+            return False
+        return self.policies.substitution is None and not self.host.ledger.residents.all()
+
     def parts(self, layer: int) -> ExpertParts | None:
         """Return a layer's experts, for kernels that run whole layers; None if they cannot."""
         return self.executor.parts(layer)

@@ -1,7 +1,7 @@
 """Work of one MoE layer in one step: its pairs sorted by expert, in tiles, and their sum.
 
-A short pass is one tile. A long one, such as a bidirectional pass over a whole sequence, is
-computed in tiles of as many pairs as the buffers hold.
+A short pass is one tile. A long one, such as a bidirectional pass over a whole sequence or one over
+several chunks of a prompt, is computed in tiles of as many pairs as the buffers hold.
 
 Each tile's outputs are added to the layer's sum as `Kernels.combine` does: for every token in
 ascending order of experts, one multiply and one add per expert. So budget, threads and tiles change
@@ -53,7 +53,11 @@ class Work:
         self._routing, self._out, self._workspace = call.routing, call.out, call.workspace
         self._kernels = kernels
         self.buffers, self._terms = take_buffers(call.workspace, shape, call.x)
-        self.rows = ExpertRows(kernels.sort_pairs(call.routing.experts, shape.num_experts))
+        experts, chunk_ends = call.routing.experts, call.chunk_ends
+        pairs = kernels.sort_pairs(experts, shape.num_experts)
+        self.rows = ExpertRows(pairs)
+        if chunk_ends:
+            self.rows = ExpertRows.of_chunks(pairs, experts, chunk_ends)
 
     def tiles(self) -> Iterator[Tile]:
         """Iterate over all pairs, ascending by expert; a single tile needs no synchronisation."""

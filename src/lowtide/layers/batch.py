@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -54,6 +55,8 @@ class Batch:
     step: Step
     logit_rows: int = 0  # most rows whose statistics are requested afterwards, of each kind
     asked: tuple[LogitNeeds, ...] = ()  # the kinds
+    chunk_ends: tuple[int, ...] = ()  # of a prompt in several chunks: one past the last row of each
+    on_layer: Callable[[float], None] = lambda _: None  # after each of its layers: the share done
 
     @property
     def counts(self) -> Counts:
@@ -80,6 +83,20 @@ class Batch:
         if all(one.kv is kv for one, kv in pairs) and marked is self.segments:
             return self
         return replace(self, segments=tuple(replace(one, kv=kv) for one, kv in pairs))
+
+    def chunks(self) -> list[tuple[slice, Batch]]:
+        """Return the rows of each chunk, with the batch that it would be alone."""
+        [whole], start, found = self.segments, 0, []
+        for stop in self.chunk_ends:
+            segment = replace(
+                whole, start=0, stop=stop - start, first_position=whole.first_position + start
+            )
+            own = Batch(
+                self.token_ids[start:stop], self.positions[start:stop], (segment,), self.step
+            )
+            found.append((slice(start, stop), own))
+            start = stop
+        return found
 
     def _marked(self) -> tuple[Segment, ...]:
         """Return the segments, with `is_answer` where several rows are all of an answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -67,24 +68,57 @@ class MoELayer:
             routing = self.router.route(x if router_input is None else router_input, batch.segments)
             routed = workspace.take("routed", tuple(x.shape), torch.float32)
             self.run_experts(x, routing, batch.step, routed)
-            if self._shared is None:
-                out.copy_(routed)
-            else:
-                add_shared = partial(self._add_shared, self._shared)
-                in_chunks("mlp", workspace, add_shared, x, routed, out)
+            self._add_to_routed(x, routed, out)
 
-    def run_experts(self, x: Tensor, routing: Routing, step: Step, out: Tensor) -> None:
-        """Compute the weighted sum of routed experts: out [rows, hidden] float32."""
+    def forward_chunks(self, x: Tensor, chunks: Sequence[tuple[slice, Batch]], out: Tensor) -> None:
+        """Compute several chunks of a prompt as `forward` does each, and read experts once for all.
+
+        x, out [rows, hidden]; chunks: the rows of each, and its batch. `out` may be `x`.
+        """
+        workspace, step = self._compute.workspace, chunks[0][1].step
+        with workspace.scope():
+            found = [self.router.route(x[rows], batch.segments) for rows, batch in chunks]
+            routing = Routing(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+            num_bytes = routing.experts.nbytes + routing.weights.nbytes
+            workspace.library("routing", 2 * num_bytes)  # parts are alive, too
+            routed = workspace.take("routed", tuple(x.shape), torch.float32)
+            ends = tuple(rows.stop for rows, _ in chunks)
+            self.run_experts(x, routing, step, routed, ends)
+            for rows, _ in chunks:
+                self._add_to_routed(x[rows], routed[rows], out[rows])
+
+    def run_experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        step: Step,
+        out: Tensor,
+        chunk_ends: tuple[int, ...] = (),
+    ) -> None:
+        """Compute the weighted sum of routed experts: out [rows, hidden] float32.
+
+        chunk_ends: see `LayerCall`.
+        """
         workspace = self._compute.workspace
         scores = self.router.scores(x) if self.experts.asks_scores else None
         with workspace.scope():
-            self.experts.forward(LayerCall(self.index, x, routing, step, workspace, out, scores))
+            self.experts.forward(
+                LayerCall(self.index, x, routing, step, workspace, out, scores, chunk_ends)
+            )
 
     def register_experts(self, x: Tensor, num_chosen: int, step: Step) -> None:
         """Take what `run_experts` takes for rows x [rows, hidden] on the meta device."""
         shape = (len(x), num_chosen)
         routing = Routing(*(torch.empty(shape, dtype=each, device=x.device) for each in _ROUTING))
         self.run_experts(x, routing, step, x)
+
+    def _add_to_routed(self, x: Tensor, routed: Tensor, out: Tensor) -> None:
+        """Compute `out = routed`, plus the shared expert of x if there is one; `out` may be `x`."""
+        if self._shared is None:
+            out.copy_(routed)
+        else:
+            add_shared = partial(self._add_shared, self._shared)
+            in_chunks("mlp", self._compute.workspace, add_shared, x, routed, out)
 
     def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
         """Compute `out = routed + expert(x)`; `out` may be `x`."""

@@ -26,12 +26,16 @@ class Norm:
     def of(self, x: Tensor) -> Tensor:
         """Normalise x [rows, hidden] into a buffer that lives until the enclosing scope ends."""
         normed = self._compute.workspace.take("normed", tuple(x.shape), x.dtype)
-        in_tiles(self._run, x, normed)
+        self.write(x, normed)
         return normed
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """Normalise x to `out`, both [rows, hidden]."""
+        in_tiles(self._run, x, out)
 
     def apply(self, x: Tensor) -> None:
         """Normalise x [rows, hidden] in place."""
-        in_tiles(self._run, x, x)
+        self.write(x, x)
 
     def _run(self, x: Tensor, out: Tensor) -> None:
         compute = self._compute

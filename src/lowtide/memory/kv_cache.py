@@ -54,6 +54,8 @@ class KVRange(Span):
     windows: list[Window] = field(default_factory=list)  # one for each of the cache's groups
     copies: list[list[Window]] = field(default_factory=list)  # of earlier windows, oldest first
     marks: set[int] = field(default_factory=set)  # where windows are to be copied before they go
+    copies_due: dict[int, bool] = field(default_factory=dict)
+    """Where the next pass copies states in its midst; whether kept ranges give up theirs for it."""
 
     @property
     def num_snapshots(self) -> int:
@@ -464,7 +466,17 @@ class KVCache(TokenSpans[KVRange]):
         self._slide(kv_range, first, num_tokens)
         if self._states is not None and kv_range.states is not None:
             self._states.begin_pass(kv_range.states, first, num_tokens)
+            due, kv_range.copies_due = kv_range.copies_due, {}
+            for place, may_drop in due.items():
+                if first < place < num_tokens and self._has_slot(kv_range, place, may_drop):
+                    with suppress(PageError):
+                        self._states.expect(kv_range.states, place)
         return kv_range
+
+    def begin_chunk(self, kv_range: KVRange, first: int) -> None:
+        """Note which chunk of a pass over several has its turn in a layer: that from `first` on."""
+        if kv_range.states is not None:
+            kv_range.states.first = first
 
     def states(self, layer: int, kv_range: KVRange) -> States:
         """Return a layer's states of a sequence in this pass, in place.
@@ -527,9 +539,7 @@ class KVCache(TokenSpans[KVRange]):
         store, states = self._states, kv_range.states
         if store is None or states is None or not states.num_tokens:
             return
-        if states.before is None or states.num_tokens in states.snapshots:
-            return
-        if not store.num_free and not (may_drop and self._kept and self._give_up_snapshot()):
+        if states.before is None or not self._has_slot(kv_range, states.num_tokens, may_drop):
             return
         self.apply_rule(store.slot_bytes)
         with suppress(PageError):
@@ -771,6 +781,13 @@ class KVCache(TokenSpans[KVRange]):
         for index, window in kv_range.all_windows:
             num_bytes += window.num_usable * self._windows[index].token_bytes
         return num_bytes // self._unit_bytes
+
+    def _has_slot(self, kv_range: KVRange, place: int, may_drop: bool) -> bool:
+        """Return True if there is a slot for a new snapshot; may_drop: as in `snapshot`."""
+        store, states = self._states, kv_range.states
+        if store is None or states is None or place in states.snapshots:
+            return False
+        return bool(store.num_free or (may_drop and self._kept and self._give_up_snapshot()))
 
     def _take_slot(self, store: StateStore) -> int:
         """Take a slot, dropping snapshots if there is none."""

@@ -79,12 +79,14 @@ class RangeStates:
     num_after: int = 0  # tokens that `after` has once the pass has ended; 0: there is no pass
     written: set[int] = field(default_factory=set)  # layers that have asked for `after`
     crossed: set[int] = field(default_factory=set)  # layers whose states lie in `after`
+    first: int = 0  # position of the chunk of the pass whose turn it is in the layers
+    coming: dict[int, int] = field(default_factory=dict)  # snapshots that the pass is to fill
     snapshots: dict[int, int] = field(default_factory=dict)  # ascending
 
     @property
     def slots(self) -> list[int]:
         own = [slot for slot in (self.before, self.after) if slot is not None]
-        return [*own, *self.snapshots.values()]
+        return [*own, *self.snapshots.values(), *self.coming.values()]
 
     @property
     def num_held(self) -> int:
@@ -206,6 +208,7 @@ class StateStore:
             else:
                 self.free(states.before)
             states.before = states.after = None
+        self._drop_coming(states)
         self.drop(states, *[place for place in states.snapshots if place > num_tokens])
         if num_tokens not in states.snapshots:
             raise InternalError(f"A sequence has no states behind {num_tokens} tokens.")
@@ -214,6 +217,7 @@ class StateStore:
         """Note that a pass computes the tokens from `first` to `stop`; any before it has failed."""
         states.num_after = 0
         states.written.clear()
+        self._drop_coming(states)
         if states.before is None or states.after is None:
             raise InternalError(f"Tokens from {first} on are of a sequence that has ended.")
         if not first and not states.is_clear:
@@ -224,17 +228,40 @@ class StateStore:
             raise InternalError(
                 f"Tokens from {first} on cannot follow states of {states.num_tokens} tokens."
             )
-        states.num_after = stop
+        states.first, states.num_after = first, stop
+
+    def expect(self, states: RangeStates, num_tokens: int) -> None:
+        """Have the pass that has begun fill a snapshot behind `num_tokens` tokens, in its midst.
+
+        Raises PageError.
+        """
+        self.new_snapshot(states, num_tokens)
+        states.coming[num_tokens] = states.snapshots.pop(num_tokens)
 
     def of(self, layer: int, states: RangeStates | None) -> States:
-        """Return a layer's states in the pass that has begun."""
+        """Return a layer's states in the pass that has begun.
+
+        Behind the pass's first chunk a layer goes on in place: `before` is `after`, which no
+        convolution minds whose chunks are longer than its kernel.
+        """
         if self._memory.is_meta:
             return States(self._of(0, layer), self._of(HALVES - 1, layer))
         if states is None or states.before is None or states.after is None or not states.num_after:
             raise InternalError(f"Layer {layer} asks for states, and no pass has begun.")
-        states.written.add(layer)
         found = States(self._of(states.before, layer), self._of(states.after, layer))
-        return States(*reversed(found)) if layer in states.crossed else found
+        if layer in states.crossed:
+            found = States(*reversed(found))
+        if states.first == states.num_tokens:
+            states.written.add(layer)
+            return found
+        if layer not in states.written:
+            raise InternalError(
+                f"Layer {layer} asks for states behind {states.first} tokens too early."
+            )
+        if (slot := states.coming.get(states.first)) is not None:
+            for to, source in zip(self._of(slot, layer), found.after, strict=True):
+                to.copy_(source)
+        return States(found.after, found.after)
 
     def offsets(self, layer: int) -> tuple[int, ...]:
         """Return the first byte of each of a layer's states in a slot."""
@@ -260,6 +287,13 @@ class StateStore:
         states.crossed = {n for n in self._layers if (n in states.written) == (n in states.crossed)}
         states.num_tokens, states.num_after, states.is_clear = states.num_after, 0, False
         states.written.clear()
+        while states.coming:
+            states.add(*states.coming.popitem())
+
+    def _drop_coming(self, states: RangeStates) -> None:
+        """Free the snapshots that a failed pass was to fill."""
+        self.free(*states.coming.values())
+        states.coming.clear()
 
     def _uncross(self, states: RangeStates) -> None:
         """Bring all layers' states into `before`."""

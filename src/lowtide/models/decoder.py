@@ -6,10 +6,11 @@ usually `x += attention(norm(x))`, then `x += mlp(norm(x))`; it may write others
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import ClassVar, Protocol, final
+from typing import ClassVar, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -64,6 +65,14 @@ class Attention(Protocol):
         ...
 
 
+class Chunk(NamedTuple):
+    """One of several chunks of a prompt that go through a layer one after the other."""
+
+    rows: slice  # of the pass
+    batch: Batch  # that it would be alone
+    rotations: Rotations
+
+
 class Block:
     """One layer, whose `forward` is a short list of statements.
 
@@ -83,6 +92,13 @@ class Block:
         """Compute the layer: x [rows, hidden], updated in place.
 
         short: the short pass, if the kernels take the rows; for `whole` alone.
+        """
+        raise NotImplementedError
+
+    def forward_chunks(self, x: Tensor, chunks: Sequence[Chunk]) -> None:
+        """Compute the layer for several chunks of a prompt, with the bits of `forward` for each.
+
+        x [rows, hidden], of all chunks, updated in place.
         """
         raise NotImplementedError
 
@@ -273,12 +289,14 @@ class Decoder:
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
         if self.config.multipliers.embedding != 1:
             x.mul_(self.config.multipliers.embedding)
-        rotations = Rotations(self._rotaries, positions, self.rotation_dtype or dtype, workspace)
+        rotations = self._rotations(positions)
         if x.is_meta and dtype is torch.bfloat16 and num_rows <= TILE_ROWS:
             self._register_short_pass(x, batch)
         short = self._begin_short_pass(x, batch, rotations)
         self._experts.begin_pass(batch.step)
-        if not self._runs_whole(short):
+        if batch.chunk_ends:
+            self._run_chunks(x, replace(batch, positions=positions))
+        elif not self._runs_whole(short):
             for layer in self.run_layers:
                 self._blocks[layer].forward(x, batch, rotations, short)
         self._experts.end_pass()
@@ -335,6 +353,21 @@ class Decoder:
         self.compute.workspace.reset(self._hidden_end)
         return self._head.statistics(hidden, rows, wanted, guidance, form)
 
+    def _run_chunks(self, x: Tensor, batch: Batch) -> None:
+        """Run several chunks of a prompt: each layer for all of them, then the next layer.
+
+        Every operator has the rows of one chunk, as in a pass over it alone, and so the same bits.
+        Absent experts are read once for all chunks.
+        """
+        chunks = [Chunk(rows, own, self._rotations(own.positions)) for rows, own in batch.chunks()]
+        for num_done, layer in enumerate(self.run_layers, 1):
+            self._blocks[layer].forward_chunks(x, chunks)
+            batch.on_layer(num_done / len(self.run_layers))
+
+    def _rotations(self, positions: Tensor) -> Rotations:
+        dtype = self.rotation_dtype or self.kv_cache.dtype
+        return Rotations(self._rotaries, positions, dtype, self.compute.workspace)
+
     def _register_short_pass(self, x: Tensor, batch: Batch) -> None:
         """Take what a short pass takes, with its experts run by the runtime, and give it back.
 
@@ -370,6 +403,11 @@ class Decoder:
         return self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights else None
 
 
+def _of_each_length(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return a chunk of each length, for a pass that is only counted."""
+    return list({len(chunk.batch.token_ids): chunk for chunk in chunks}.values())
+
+
 def _is_usual(spec: LayerSpec) -> bool:
     """Return True for one MLP, with a function that kernels of whole layers have."""
     mlps = [mlp for mlp in (spec.dense, spec.experts) if mlp is not None]
@@ -397,7 +435,7 @@ class _UsualBlock(Block):
             if spec.mixer is not None and self._factor == 1 and _is_usual(spec):
                 self.parts = layer_parts(mixer, self._mlp_norm, self._moe, dense)
                 self.whole = WholeLayer.of(self.parts, self._moe, compute)
-        self._workspace = compute.workspace
+        self._workspace, self._kv_cache = compute.workspace, decoder.kv_cache
 
     def forward(
         self, x: Tensor, batch: Batch, rotations: Rotations, short: ShortPass | None
@@ -409,6 +447,18 @@ class _UsualBlock(Block):
         if not self.whole.attends(short):
             self._attend(x, batch, rotations)
         self.whole.forward(short, batch)
+
+    def forward_chunks(self, x: Tensor, chunks: Sequence[Chunk]) -> None:
+        own = _of_each_length(chunks) if x.is_meta else chunks
+        for rows, batch, rotations in own:
+            [segment] = batch.segments
+            self._kv_cache.begin_chunk(segment.kv, segment.first_position)
+            self._attend(x[rows], batch, rotations)
+        if self._moe is not None and self._mlp_norm is not None:
+            self._run_experts(self._moe, self._mlp_norm, x, chunks)
+        else:
+            for rows, batch, _ in own:
+                self._run_mlp(x[rows], batch)
 
     def register_experts(self, x: Tensor, config: ModelConfig, step: Step) -> None:
         if self._moe is not None:
@@ -434,6 +484,20 @@ class _UsualBlock(Block):
                     in_chunks("mlp", self._workspace, self._dense.forward, update, beside)
                 self._moe.forward(update, batch, update)
                 self._add(update if beside is None else update.add_(beside), x)
+
+    def _run_experts(self, moe: MoELayer, norm: Norm, x: Tensor, chunks: Sequence[Chunk]) -> None:
+        """Add the experts of several chunks, and the dense MLP beside them if there is one."""
+        with self._workspace.scope():
+            update = self._workspace.take("normed", tuple(x.shape), x.dtype)
+            for chunk in chunks:
+                norm.write(x[chunk.rows], update[chunk.rows])
+            beside = None
+            if self._dense is not None:
+                beside = self._workspace.take("dense", tuple(x.shape), x.dtype)
+                for chunk in chunks:
+                    self._dense.forward(update[chunk.rows], beside[chunk.rows])
+            moe.forward_chunks(update, [(rows, batch) for rows, batch, _ in chunks], update)
+            self._add(update if beside is None else update.add_(beside), x)
 
     def _add_mlp(self, mlp: MLP, norm: Norm, x: Tensor) -> None:
         with self._workspace.scope():

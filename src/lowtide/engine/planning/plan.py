@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lowtide.config import format_size, parse_size
+from lowtide.core import ALIGNMENT
 from lowtide.devices.cuda import pinned_bytes
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.facts import MemoryFacts, RunOptions
@@ -37,6 +38,9 @@ OVERHEAD_ALLOWANCE_BYTES = 128 << 20
 use, Python objects of running requests, the allocator's slack."""
 
 
+PROMPT_SHARE = 16
+"""Rows of a long prompt take at most one part in this many of the memory of resident experts."""
+
 _NOTABLE_BYTES = 1 << 20
 
 
@@ -54,7 +58,11 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         budget_bytes = _budget_bytes(needs, asked.host_memory, memory.dtype)
     else:
         budget_bytes = _device_bytes(needs, asked.gpu_memory, memory.device)
-    tier, residents = spend(needs, budget_bytes, context.num_tokens)
+    joining = _joining(planner, needs, budget_bytes)
+    of_passes = needs
+    if joining.max_chunks > 1:
+        of_passes = replace(needs, workspace_bytes=joining.workspace_bytes()[0])
+    tier, residents = spend(of_passes, budget_bytes, context.num_tokens)
     states = context.state_layout(memory.dtype)
     fits, sizes = budget_bytes >= needs.full_bytes, ""
     if memory.experts is None:
@@ -70,6 +78,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         *_where_keys_lie(options),
         *_what_windows_keep(memory),
         *_what_states_take(memory),
+        *_what_prompts_read(joining),
     ]
     plan = MemoryPlan(
         host=tier,
@@ -89,6 +98,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
         formats=memory.formats,
         snapshot_bytes=0 if states is None else states.slot_bytes,
         policy_sizes=sizes,
+        prompt_chunks=joining.max_chunks,
     )
     if not is_host:
         home_needs = _home_needs(needs, memory)
@@ -104,6 +114,41 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
     plan = replace(plan, elastic_tokens=elastic_tokens(planner, plan))
     predictor = predictor_of(opened.speed_facts, plan)
     return plan if predictor is None else replace(plan, prediction=predictor.prediction())
+
+
+def _joining(planner: Planner, needs: Needs, budget_bytes: int) -> Planner:
+    """Return the planner of passes with as many chunks of a prompt as the budget allows.
+
+    Their rows take memory from residents, up to a share of them. There are at most as many chunks
+    as layers: between two layers, where a pass can be ended, lies then no more than a chunk.
+    """
+    memory, config = planner.memory, planner.config
+    reads = memory.device == "cpu" and needs.minimum_bytes < budget_bytes < needs.full_bytes
+    row_bytes = config.hidden_size * memory.dtype.itemsize
+    # Windows slide before a pass, for all layers at once; kernels want aligned rows.
+    is_plain = not memory.context.kv_shape.windows and row_bytes % ALIGNMENT == 0
+    if not (reads and is_plain and config.decoding.writes_in_order) or any(planner.wants):
+        return planner
+    spare_bytes = (budget_bytes - needs.minimum_bytes) // PROMPT_SHARE
+    # Hidden states and experts' inputs, float32 sums, and what sorting takes.
+    chunk_row_bytes = 2 * row_bytes + 4 * config.hidden_size
+    chunk_row_bytes += 64 * config.moe_shape.num_experts_per_token
+    most = min(config.num_layers, -(-memory.context.max_sequence_tokens // MAX_PASS_ROWS))
+    most = min(most, 1 + spare_bytes // (MAX_PASS_ROWS * chunk_row_bytes))
+    for num_chunks in range(most, 1, -1):
+        joining = planner.joining(num_chunks)
+        if joining.workspace_bytes()[0] - needs.workspace_bytes <= spare_bytes:
+            return joining
+    return planner
+
+
+def _what_prompts_read(planner: Planner) -> list[str]:
+    """Return a line about long prompts, if several of their chunks share reads."""
+    if planner.max_chunks == 1:
+        return []
+    return [
+        f"A long prompt reads absent experts once for {planner.max_chunks * MAX_PASS_ROWS} tokens."
+    ]
 
 
 def least_bytes(planner: Planner, policy: str) -> int:

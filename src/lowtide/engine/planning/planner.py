@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
@@ -71,10 +71,14 @@ class Planner:
     Knows nothing of budgets.
     """
 
-    def __init__(self, config: ModelConfig, memory: MemoryFacts, wants: PassWants) -> None:
+    def __init__(
+        self, config: ModelConfig, memory: MemoryFacts, wants: PassWants, max_chunks: int = 1
+    ) -> None:
+        """max_chunks: of a prompt in one pass."""
         self.config = config
         self.memory = memory
         self.wants = wants
+        self.max_chunks = max_chunks
         self._counted = _Counted()
 
     @classmethod
@@ -84,7 +88,7 @@ class Planner:
 
     def wanting(self, wants: PassWants) -> Planner:
         """Return the same model's planner for another policy, sharing the cache."""
-        return self._sharing(self.memory, wants)
+        return self._sharing(self.memory, wants, self.max_chunks)
 
     def in_format(self, memory: MemoryFacts) -> Planner:
         """Return the planner of the same model in other formats, with the same counts.
@@ -97,6 +101,10 @@ class Planner:
         """Return the same model's planner for another context, sharing the cache."""
         return self._sharing(replace(self.memory, context=context), self.wants)
 
+    def joining(self, max_chunks: int) -> Planner:
+        """Return the same model's planner for passes of several chunks of a prompt, too."""
+        return self._sharing(self.memory, self.wants, max_chunks)
+
     def registrar(self, num_rows: int | None = None, form: Form = Form.FUSED) -> Registrar:
         """Count, once, the memory of passes of up to `num_rows` rows.
 
@@ -105,9 +113,12 @@ class Planner:
         over one whole sequence. form: how a bidirectional pass computes its logits.
         """
         segments = self._largest_segments(num_rows or self.memory.context.max_pass_rows)
-        key = (form, self.wants, *map(_sizes, segments))
+        prompts = [] if num_rows else self._prompts_in_chunks()
+        key = (form, self.wants, len(prompts) and self.max_chunks, *map(_sizes, segments))
         if key not in self._counted.registrars:
             self._counted.registrars[key] = registrar = Registrar()
+            for prompt, chunk_ends in prompts:
+                self.run_forward(registrar, [prompt], chunk_ends=chunk_ends)
             for segment in segments:
                 model, hidden = self.run_forward(registrar, [segment])
                 if not self.config.decoding.keeps_keys:
@@ -188,9 +199,16 @@ class Planner:
         return Sample(counts, chunks, registrar.graph)
 
     def run_forward(
-        self, registrar: Registrar, segments: Sequence[Segment], has_layers: bool = True
+        self,
+        registrar: Registrar,
+        segments: Sequence[Segment],
+        has_layers: bool = True,
+        chunk_ends: tuple[int, ...] = (),
     ) -> tuple[Decoder, Tensor]:
-        """Run a pass and the logits of a tile; return the model and its hidden states."""
+        """Run a pass and the logits of a tile; return the model and its hidden states.
+
+        chunk_ends: see `Batch`.
+        """
         memory = self.memory
         config = self.config.first_layers(self.config.num_leading_layers)
         num_rows, num_tokens = segments[-1].stop, sum(one.kv.capacity for one in segments)
@@ -205,12 +223,14 @@ class Planner:
             model = model_class(config, memory.dense.meta(), experts, kv_cache, compute)
             if not has_layers:
                 model.run_layers = range(0)
-            hidden = model.forward(Batch(rows, rows, tuple(segments), Step(StepKind.DENOISE, 0)))
+            step = Step(StepKind.DENOISE, 0)
+            batch = Batch(rows, rows, tuple(segments), step, chunk_ends=chunk_ends)
+            hidden = model.forward(batch)
             model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
         return model, hidden
 
-    def _sharing(self, memory: MemoryFacts, wants: PassWants) -> Planner:
-        planner = Planner(self.config, memory, wants)
+    def _sharing(self, memory: MemoryFacts, wants: PassWants, max_chunks: int = 1) -> Planner:
+        planner = Planner(self.config, memory, wants, max_chunks)
         planner._counted = self._counted
         return planner
 
@@ -253,6 +273,24 @@ class Planner:
             Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))
             for rows, block_length in passes
         ]
+
+    def _prompts_in_chunks(self) -> list[tuple[Segment, tuple[int, ...]]]:
+        """Return passes over several chunks of a prompt, as `_largest_segments` does of one.
+
+        The longest, and one in which a remainder joins its tile of attention.
+        """
+        if self.max_chunks == 1:
+            return []
+        most = MAX_PASS_ROWS
+        lengths = [[most] * self.max_chunks]
+        lengths.append([*lengths[0][1:], CAUSAL_ROWS + MAX_REMAINDER])
+        found = []
+        for each in lengths:
+            ends = tuple(accumulate(each))
+            num_tokens = max(self.memory.context.max_sequence_tokens, ends[-1])
+            kv = KVRange(0, num_tokens)
+            found.append((Segment(0, ends[-1], num_tokens - ends[-1], 1, kv), ends))
+        return found
 
 
 # Rows of logits, and chunks of them, of a pass of so many rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,18 @@ def make_decoder(engine: Engine) -> BatchDecoder[Any, Any]:
     if not engine.kv_cache.cuts_anywhere and reuse is not Reuse.OFF and tokenizer is not None:
         tail_tokens = template_tail(tokenizer)
     return BatchDecoder(
-        kind, engine.model, engine.kv_cache, engine.plan.max_rows, reuse, tail_tokens
+        *(kind, engine.model, engine.kv_cache, engine.plan.max_rows, reuse, tail_tokens),
+        max_chunks=partial(_max_chunks, engine),
     )
+
+
+def _max_chunks(engine: Engine) -> int:
+    """Return the chunks of a prompt for which a pass reads absent experts once.
+
+    engine: any state of the model.
+    """
+    experts = engine.experts
+    return engine.plan.prompt_chunks if experts.joins_chunks else 1
 
 
 def template_tail(tokenizer: Tokenizer) -> int:

@@ -97,13 +97,7 @@ class EngineLoop:
         It begins once the KV cache has `num_tokens` free; later requests wait for it. If the caller
         is interrupted, it is closed at a `yield`.
         """
-        item = WorkItem(work, num_tokens)
-        try:
-            self.ask(item)
-            return item.result()
-        finally:
-            if not item.outcome.done():
-                self.drop(item)
+        return self._result(WorkItem(work, num_tokens))
 
     def replace(self, change: Callable[[Engine], Engine]) -> None:
         """Replace the engine by `change(engine)`, from the next pass on."""
@@ -121,7 +115,7 @@ class EngineLoop:
         if worker.is_closed:
             _join(self._thread)
             return work(worker.engine)
-        return self.run(work)
+        return self._result(WorkItem(partial(_at_once, work), 0, is_look=True))
 
     def close(self) -> None:
         """End the pass in progress, all requests and the thread; then close the engine.
@@ -164,6 +158,15 @@ class EngineLoop:
     def drop(self, queued: Answers | WorkItem[Any]) -> None:
         """Cancel requests or work, queued or running."""
         self._worker.mailbox.put(partial(Worker.drop, queued=queued))
+
+    def _result(self, item: WorkItem[T]) -> T:
+        """Queue work and wait for its result."""
+        try:
+            self.ask(item)
+            return item.result()
+        finally:
+            if not item.outcome.done():
+                self.drop(item)
 
     @property
     def _is_own_thread(self) -> bool:

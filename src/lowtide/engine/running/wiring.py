@@ -74,7 +74,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
     """
     facts, memory, options = opened
     asked, context, config = options.asked, memory.context, facts.config
-    planner = planner or Planner.of(config, memory, asked)
+    planner = (planner or Planner.of(config, memory, asked)).joining(plan.prompt_chunks)
     device, shape = _dense_device(plan), config.moe_shape
     spare_forked_threads()
     calibration = find_calibration(facts, asked.calibration)

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from lowtide.decode.batch_decoder import nothing_to_heed
 from lowtide.decode.request import Committed, Event, Finished, Request, new_caller
 from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
@@ -78,9 +79,11 @@ class Answers(abc.ABC):
 class WorkItem(Generic[T]):
     """Work to do between the passes of requests, and its future result."""
 
-    def __init__(self, work: Passes[T], num_tokens: int) -> None:
+    def __init__(self, work: Passes[T], num_tokens: int, is_look: bool = False) -> None:
+        """is_look: it changes nothing, and may also be done in the midst of a pass."""
         self.work = work
         self.num_tokens = num_tokens
+        self.is_look = is_look
         self.outcome: Future[T] = Future()
         self._passes: Generator[None, None, T] | None = None
 
@@ -117,6 +120,10 @@ Post = Callable[[Sequence[tuple[Any, Delivery]]], None]
 Queued = Answers | WorkItem[Any]
 
 
+class _PassEnded(Exception):
+    """Ends a long pass whose request was cancelled, or whose model is closed."""
+
+
 class Worker:
     """Owns engine and decoder; delivers their events to callers.
 
@@ -137,7 +144,9 @@ class Worker:
         self._waiting: deque[Queued] = deque()  # in the order in which they came
         self._work: list[WorkItem[Any]] = []  # that have begun
         self._answers: dict[int, Answers] = {}  # by request, of those that the decoder has
-        self._decoder.on_begin = partial(_deliver, self._answers)
+        self._decoder.on_begin = self._decoder.on_progress = partial(_deliver, self._answers)
+        self._is_in_pass = False
+        self._dropped: list[Queued] = []  # in the midst of a pass, after which they are cancelled
         self._num_expected = 0  # requests that are about to be queued
         self._is_stopped = self._has_ended = False
         self._fault: BaseException | None = None
@@ -162,6 +171,8 @@ class Worker:
         if queued in self._waiting:
             self._waiting.remove(queued)
             queued.fail(error)
+        elif self._is_in_pass:
+            self._dropped.append(queued)
         elif isinstance(queued, Answers):
             self._cancel(queued)
         elif queued in self._work:
@@ -182,6 +193,7 @@ class Worker:
                 self._begin_waiting()
                 if self._decoder.has_work:
                     self._step()
+                    self._end_dropped()
         except BaseException as error:
             self._fault = error
         self.end()
@@ -291,12 +303,18 @@ class Worker:
                 self.engine.experts.whole_pass(),
                 self.speed.measured(self.engine, is_kept=not is_observed),
             ):
+                self._is_in_pass = True
+                self._decoder.heed = self._heed  # for the pass alone, as a worker owns its decoder
                 events = run_pass(self.engine, self._decoder)
             if not is_observed:
                 self.engine = follow_trial(self.engine, *self.speed.last_pass)
+        except _PassEnded:
+            return
         except BaseException as error:
             self._fail_pass(error)
             return
+        finally:
+            self._is_in_pass, self._decoder.heed = False, nothing_to_heed
         events = [self._with_receipt(event) for event in events]
         self.speed.count(events)
         _deliver(self._answers, events)
@@ -304,12 +322,33 @@ class Worker:
             if isinstance(event, Finished):
                 del self._answers[event.request]
 
+    def _heed(self) -> None:
+        """Read the mail in the midst of a long pass, and answer those who only look.
+
+        Requests and work are queued. Cancellations wait for the end of the pass, which is now if
+        they are of its own requests.
+        """
+        while not self.mailbox.empty():
+            self.mailbox.get()(self)
+        self._work = [item for item in self._work if not item.is_look or item.advance(self.engine)]
+        ids = {request.id for request in self._decoder.taking_part}
+        answers = [each for each in self._dropped if isinstance(each, Answers)]
+        is_cancelled = any(request.id in ids for each in answers for request in each.requests)
+        if is_cancelled or self._is_stopped:
+            raise _PassEnded
+
     def _with_receipt(self, event: Event) -> Event:
         """Attach the policy's receipt to an answer's last event."""
         if not isinstance(event, Finished):
             return event
         receipt = self.engine.experts.take_receipt(event.request)
         return event if receipt is None else replace(event, receipt=receipt)
+
+    def _end_dropped(self) -> None:
+        """Cancel those who were dropped in the midst of a pass."""
+        dropped, self._dropped = self._dropped, []
+        for queued in dropped:
+            self.drop(queued)
 
     def _fail_pass(self, error: BaseException) -> None:
         """Fail only the requests in this pass."""
