@@ -372,6 +372,23 @@ def test_what_is_lent_is_pinned_for_a_while() -> None:
     pinned.close()
 
 
+def test_the_first_bytes_of_a_region_are_one_pinned_range() -> None:
+    cudart = StandInCudart()
+    pinned, region, other = PinnedMemory(cudart), Arena(8192), Arena(100)
+    start = region.bytes.data_ptr()
+    pinned.register(other)
+    others = {other.bytes.data_ptr(): 100}
+    for num_bytes in (8192, 4096, 6000, 8192):
+        assert pinned.keep_first(region, num_bytes)
+        assert cudart.registered == {**others, start: num_bytes}
+        assert pinned.holds(region.bytes[:num_bytes])
+        assert not pinned.holds(region.bytes[num_bytes - 1 :]) or num_bytes == 8192
+    assert pinned.keep_first(region, 0) and cudart.registered == others
+    pinned.keep_first(region, 4096)
+    pinned.close()
+    assert not cudart.registered
+
+
 def test_memory_is_unpinned_before_it_goes_though_it_was_not_closed() -> None:
     cudart, arena = StandInCudart(), Arena(100)
     pinned = PinnedMemory(cudart)

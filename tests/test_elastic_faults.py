@@ -75,7 +75,7 @@ def check_returned(llm: LLM) -> None:
     [(arena, _)] = shared.kv._arenas
     assert shared.kv.committed_bytes == physical_bytes(arena) == 0
     assert physical_bytes(shared.arena) == shared.budget.shares()["expert slots"]
-    elastic._tier.ledger.check_integrity()
+    elastic._slots.ledger.check_integrity()
 
 
 def outcomes(llm: LLM, prompts: Sequence[list[int]]) -> list[list[int] | PageError]:
@@ -103,7 +103,7 @@ def test_what_is_cancelled_while_memory_moves_gives_it_back(
             assert other.result() == words[:3]
     assert answers(llm) == words
     check_returned(llm)
-    assert elastic_of(llm).num_given > 0
+    assert elastic_of(llm)._moving.num_given > 0
 
 
 # Of the calls that follow, so many are answered and so many refused; who then asks, and whether

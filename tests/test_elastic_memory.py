@@ -80,12 +80,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
         assert pages.num_free_bytes >= 0
         assert shared.kv.committed_bytes == shares[-1]["KV cache"]
         assert shared.arena.committed_bytes == shares[-1]["expert slots"]
-        ledger = self._tier.ledger
+        ledger = self._slots.ledger
         if self._experts.device is None:
             ledger.check_integrity()
-            assert ledger.num_resident + self._num_staging <= self._slots.num_live
+            assert ledger.num_resident + self._moving.num_staging <= self._slots.num_live
         assert ledger.num_resident <= self._slots.num_live
-        assert self._experts.capacity.per_layer.sum() + self._num_staging <= self._slots.num_live
+        assert (
+            self._experts.capacity.per_layer.sum() + self._moving.num_staging
+            <= self._slots.num_live
+        )
 
     monkeypatch.setattr(ElasticMemory, "settle", watch)
     yield shares
@@ -137,8 +140,10 @@ def test_memory_goes_to_a_system_that_runs_short_of_it_and_comes_back(
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 20)}
     free_bytes = 1 << 40
-    monkeypatch.setattr("lowtide.engine.running.elastic.available_memory_bytes", lambda: free_bytes)
-    monkeypatch.setattr("lowtide.engine.running.elastic._LOOK_S", 0.0)
+    monkeypatch.setattr(
+        "lowtide.engine.running.moving_slots.available_memory_bytes", lambda: free_bytes
+    )
+    monkeypatch.setattr("lowtide.engine.running.moving_slots._LOOK_S", 0.0)
     with LLM(model, policy="lru", **options) as llm:
         assert answers(llm) == words
         held = llm.stats()["num_slots"]
@@ -166,10 +171,10 @@ def test_a_devices_slots_make_room_for_its_cache(
             assert answers(llm) == words
         assert [answers(llm, [prompt])[0] for prompt in PROMPTS] == words
         elastic = elastic_of(llm)
-        elastic.give_way(1 << 40)
+        elastic._moving.give_way(1 << 40)
         assert llm.stats()["num_slots"] == llm.plan.num_staging
         assert answers(llm, PROMPTS[1:2]) == words[1:2]
-        assert elastic.num_lent > 0 and elastic.num_given > 0
+        assert elastic._moving.num_taken > 0 and elastic._moving.num_given > 0
     assert max(shares["KV cache"] for shares in watched) > 4 * min(
         shares["KV cache"] for shares in watched
     )
@@ -239,7 +244,7 @@ def test_beside_a_device_every_other_preset_keeps_the_words(
                 assert answers(llm) == words, policy
                 assert answers(llm, PROMPTS[:1]) == words[:1], policy
         elastic = elastic_of(llm)
-        assert elastic.num_lent > 0 and elastic.num_given > 0
+        assert elastic._moving.num_taken > 0 and elastic._moving.num_given > 0
     cache = [shares["KV cache"] for shares in watched]
     assert max(cache) > 4 * min(cache)
 
@@ -252,12 +257,12 @@ def test_a_policy_that_begins_again_has_the_planned_slots(
     with LLM(model, policy="lru", cache="off", **options) as llm:
         elastic = elastic_of(llm)
         expected = answers(llm, PROMPTS[:1])
-        elastic.give_way(1 << 40)
-        assert llm.stats()["num_slots"] == elastic._num_staging < llm.plan.host.num_slots
+        elastic._moving.give_way(1 << 40)
+        assert llm.stats()["num_slots"] == elastic._moving.num_staging < llm.plan.host.num_slots
         llm.adopt_policy("static")
         assert llm.stats()["num_slots"] == llm.plan.host.num_slots
         assert answers(llm, PROMPTS[:1]) == expected
-        elastic.give_way(1 << 40)
+        elastic._moving.give_way(1 << 40)
         monkeypatch.setattr(elastic._shared.arena, "_free_bytes", lambda: 0)
         with pytest.raises(PageError, match="expert slots wants"):
             llm.adopt_policy("lru")
@@ -289,9 +294,9 @@ def test_logits_of_a_whole_context_find_their_memory(
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
     with LLM(model, policy="lru", cache="off", **options) as llm:
         answers(llm, PROMPTS[:1])
-        assert elastic_of(llm).num_lent > 0
+        assert elastic_of(llm)._moving.num_taken > 0
         assert bool((llm.logits(tokens) == expected).all())
-        assert elastic_of(llm).num_given > 0
+        assert elastic_of(llm)._moving.num_given > 0
 
 
 def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
@@ -335,9 +340,9 @@ def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(
         limit_bytes = held_bytes()
         for arena in (kv, slots):
             monkeypatch.setattr(arena, "_free_bytes", lambda: max(0, limit_bytes - held_bytes()))
-        num_given = elastic.num_given
+        num_given = elastic._moving.num_given
         assert answers(llm, PROMPTS[:2]) == words[:2]
-        assert elastic.num_given > num_given
+        assert elastic._moving.num_given > num_given
         limit_bytes = 0
         with pytest.raises(PageError, match="KV cache wants"):
             answers(llm, PROMPTS[3:])

@@ -65,7 +65,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
         assert shared.budget.num_free_bytes >= 0
         assert physical_bytes(shared.arena) == shares[-1]["expert slots"]
         assert physical_bytes(shared.room._arena) <= shares[-1]["workspace"]
-        assert self._slots.num_live >= self._num_staging
+        assert self._slots.num_live >= self._moving.num_staging
 
     monkeypatch.setattr(ElasticMemory, "settle", watch)
     yield shares

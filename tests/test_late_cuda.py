@@ -176,6 +176,40 @@ def test_experts_whose_home_is_the_disk_say_the_same(
 
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+@pytest.mark.filterwarnings("ignore:.*cannot be pinned")
+@pytest.mark.parametrize(
+    ("policy", "is_pinned"), [("lowtide", True), ("tide", True), ("dali", True), ("lowtide", False)]
+)
+def test_host_slots_go_to_a_system_that_runs_short(
+    small_case: Case, policy: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they have then is one pinned range, and the words are the same throughout."""
+    system, module = SimpleNamespace(free_bytes=1 << 40), "lowtide.engine.running.moving_slots"
+    monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: system.free_bytes)
+    monkeypatch.setattr(f"{module}._LOOK_S", 0.0)
+    with late_cuda(monkeypatch, seed=2, haste=0.2) as gpu:
+        if not is_pinned:
+            monkeypatch.setattr(gpu.cudart, "cudaHostRegister", lambda *_: 2)
+            monkeypatch.setattr(gpu, "pin", pin_without_the_system(gpu))
+        with small_case.open_from_disk(policy) as llm:
+            plan, home = llm.plan, engine_of(llm).home
+            num_least = plan.host.num_slots - sum(plan.host_residents_per_layer)
+            for free_bytes, num_slots in (
+                (1 << 40, plan.host.num_slots),
+                (100 << 20, num_least),
+                (1 << 40, plan.host.num_slots),
+            ):
+                system.free_bytes = free_bytes
+                for _ in range(2):
+                    small_case.check(llm)
+                    arena = home._slots.arena
+                    assert llm.stats()["num_host_slots"] == num_slots
+                    found = gpu.cudart.ranges.get(arena.bytes.data_ptr())
+                    assert found == (arena.committed_bytes if is_pinned else None)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
 @pytest.mark.parametrize("name", ["small_case", "diffusion_case"])
 @pytest.mark.parametrize("is_lossless", [True, False])
 def test_buddies_beside_a_gpu(

@@ -15,6 +15,7 @@ import pytest
 from programs import python
 
 from lowtide.families import SynthSize, families
+from lowtide.lab.budgets import home_of_share
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import write_checkpoint
 
@@ -177,7 +178,7 @@ def available():  # of a machine that has the two alone
     return machine_bytes - resident_bytes() - neighbour_bytes
 
 memory.available_memory_bytes = available
-from lowtide.engine.running import elastic as module
+from lowtide.engine.running import moving_slots as module
 from lowtide.engine.running.worker import Worker
 from lowtide.llm import LLM
 
@@ -185,21 +186,25 @@ module._LOOK_S = 0.0
 spare_mib = module.SYSTEM_BYTES >> 20
 draw, steps, step, most_mib = random.Random(0), [], Worker._step, 0
 
+def moving(engine):
+    return [each for each in (engine.elastic, engine.home) if each is not None]
+
 def watch(self):
     if most_mib:  # less between two passes than is left to others
         more = draw.randint(-spare_mib // 8, spare_mib // 2)
         hold(max(0, min(neighbour_mib + more, most_mib)))
     reset_peak()
     step(self)
-    moved = self.engine.elastic.as_dict()["num_slots"]
-    steps.append((peak_resident_bytes(), resident_bytes(), neighbour_bytes, moved))
+    num_live = sum(each._slots.num_live for each in moving(self.engine))
+    steps.append((peak_resident_bytes(), resident_bytes(), neighbour_bytes, num_live))
 
 Worker._step = watch
 hold(0)
 llm = LLM(folder, **options)
-plan, memories = llm.plan, llm._loop.look(lambda engine: engine.elastic)
-allowed_bytes = plan.budget_bytes + plan.overhead_bytes
-lendable_bytes = memories._most_bytes - memories._least_bytes
+plan, watches = llm.plan, [each._free for each in llm._loop.look(moving)]
+tiers = [tier for tier in (plan.host, plan.gpu) if tier is not None]
+allowed_bytes = plan.overhead_bytes + sum(tier.budget_bytes for tier in tiers)
+lendable_bytes = sum(each._most_bytes - each._least_bytes for each in watches)
 
 def ask(num_rounds):
     for _ in range(num_rounds):
@@ -313,11 +318,21 @@ def test_every_step_is_within_the_budget_while_memory_moves(
     assert measured["fallen_bytes"] >= 0.95 * measured["held_bytes"] > 0.4 * max(held)
 
 
-def test_every_step_is_within_the_budget_and_the_machine_beside_a_neighbour(model: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_every_step_is_within_the_budget_and_the_machine_beside_a_neighbour(
+    model: Path, device: str
+) -> None:
     """Another program takes memory between passes, most of what experts have, and leaves."""
-    plan = plan_model(model, context=CONTEXT)
-    host_memory = plan.minimum_bytes + (plan.full_bytes - plan.minimum_bytes) * 3 // 4
-    options = {"context": CONTEXT, "host_memory": host_memory, "policy": "lru", "cache": "off"}
+    options: dict[str, Any] = {"context": CONTEXT, "device": device}
+    if device == "emulated":
+        options["device_options"] = {"link_GBps": "1000", "host_slowdown": "1"}
+    plan = plan_model(model, **options)
+    budget = plan.minimum_bytes + (plan.full_bytes - plan.minimum_bytes) * 3 // 4
+    if plan.gpu is None:
+        options["host_memory"] = budget
+    else:
+        options |= {"host_memory": home_of_share(plan, 0.75), "gpu_memory": budget}
+    options |= {"policy": "lru", "cache": "off"}
     measured = run_child(BESIDE_CHILD, str(model), NEIGHBOUR, options)
     alone, beside, after = (measured[name] for name in ("alone", "beside", "after"))
     for peak_bytes, *_ in (*alone, *beside, *after):

@@ -61,6 +61,9 @@ class OpenDevice:
     costs: Costs
     make_arena: Callable[[int], Arena]
     close: Callable[[], None]
+    keep_first: Callable[[Region, int], object] | None = None
+    """Makes the first bytes of a region such as `make_arena` gives, and no others, while no copy is
+    under way; None: the memory of the host's slots stays."""
 
 
 def no_options(options: Mapping[str, str]) -> object:

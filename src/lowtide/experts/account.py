@@ -18,21 +18,12 @@ def account_of(stats: Mapping[str, float]) -> Account:
     for them. Of these three the first number is all the others. link, disk: bytes, and the experts
     that crossed, all of one size; bytes of reads that were given up are apart. slots, where their
     memory moves: those planned and lent by sequences and passes, less those given to them or to the
-    system; the experts moved are those copied out of slots that left.
+    system; the experts moved are those copied out of slots that left. host_slots: the same of host
+    memory beside a device.
     """
-    slots = {}
-    if "num_slots" in stats:
-        now, lent = stats["num_slots"], stats["num_slots_lent"]
-        given, moved = stats["num_slots_given"], stats["num_residents_moved"]
-        slots["slots"] = {
-            "now": now,
-            "planned": now - lent + given,
-            "lent": lent,
-            "given": given,
-            "experts_moved": moved,
-        }
     return {
-        **slots,
+        **_slots(stats, "slots", "num_slots", "num_residents_moved"),
+        **_slots(stats, "host_slots", "num_host_slots", "num_host_residents_moved"),
         "rows": {
             "asked": stats.get("num_expert_rows", 0),
             "device": stats.get("num_device_rows", 0),
@@ -77,8 +68,25 @@ def account_rows(stats: Mapping[str, float]) -> list[tuple[str, str, str]]:
         if given_up:
             told += f" + {format_size(round(given_up))} of reads given up"
         rows.append((f"over the {name}", format_size(round(counts["bytes"])), told))
-    if "slots" in account:
-        now, planned, lent, given, moved = (f"{n:,}" for n in account["slots"].values())
-        told = f"{planned} planned + {lent} lent - {given} given, {moved} experts moved"
-        rows.append(("slots", now, told))
+    for name in ("slots", "host_slots"):
+        if name in account:
+            now, planned, lent, given, moved = (f"{n:,}" for n in account[name].values())
+            told = f"{planned} planned + {lent} lent - {given} given, {moved} experts moved"
+            rows.append((name.replace("_", " "), now, told))
     return rows
+
+
+def _slots(stats: Mapping[str, float], name: str, num_slots: str, num_moved: str) -> Account:
+    """Return the account of a tier's slots by `name`; empty if their memory does not move."""
+    if num_slots not in stats:
+        return {}
+    now, lent, given = stats[num_slots], stats[f"{num_slots}_lent"], stats[f"{num_slots}_given"]
+    return {
+        name: {
+            "now": now,
+            "planned": now - lent + given,
+            "lent": lent,
+            "given": given,
+            "experts_moved": stats[num_moved],
+        }
+    }

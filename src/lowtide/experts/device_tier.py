@@ -6,7 +6,8 @@ policies choose which experts run here, are fetched and stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -139,6 +140,12 @@ class DeviceTier:
         except BaseException:
             self.link.abandon()
             raise
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Pause; nothing uses or fills a slot within the context."""
+        self.pause()
+        yield
 
     def evict(self, layer: int, expert: int) -> None:
         """Evict a resident, after `pause`."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from time import monotonic
 
 import numpy as np
 
-from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Step
+from lowtide.core import NO_EXPERTS, NO_MOVES, Demand, Facts, IntArray, Moves, Step
 from lowtide.errors import DeviceError, LowtideError, StorageError, UsageError
+from lowtide.experts.capacity import Capacity
 from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.stats import HostStats
@@ -53,12 +55,15 @@ class HostTier:
     ) -> None:
         """Combine slots and transfer. is_permanent: once loaded, every expert stays.
 
-        The end of a use then need not be reported.
+        The end of a use then need not be reported. `capacity`: of its own policies, if any.
         """
         self.slots = slots
         self.ledger = ledger
         self.transfer = transfer
         self._policies = policies
+        self.capacity = Capacity(NO_EXPERTS if policies is None else policies.capacity)
+        # How often each expert was needed here since `take_wanted`, with policies of its own.
+        self._wanted: IntArray = np.zeros((ledger.num_layers, ledger.num_experts), np.int64)
         self.is_permanent = is_permanent
         self.stats = HostStats()
         self.reads_ahead = policies is None and not is_permanent  # nothing is above it
@@ -132,13 +137,19 @@ class HostTier:
         self.settle()
         if self._policies is None:
             return NO_MOVES
-        capacity, costs = self._policies.capacity, self._policies.costs
+        self._wanted[layer, wanted] += 1
+        capacity, costs = self.capacity.per_layer, self._policies.costs
         is_resident = self.ledger.is_resident(layer)
         demand = Demand(wanted, np.ones_like(wanted), is_resident[wanted])
         facts = Facts(
             step, layer, demand, is_resident, capacity, costs, can_fetch=False, has_idle_link=False
         )
         return self._policies.placement.update(facts)
+
+    def take_wanted(self) -> IntArray:
+        """Return how often each expert was needed here [layers, experts] since the last call."""
+        wanted, self._wanted = self._wanted, np.zeros_like(self._wanted)
+        return wanted
 
     def arrive(self, layer: int) -> None:
         """Finish the reads of experts that were admitted for this layer's step."""
@@ -175,6 +186,12 @@ class HostTier:
         if wait(self._set_aside.values(), WAIT_LIMIT_S).not_done:
             raise self._stalled_aside()
         self.settle()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Pause; nothing uses or fills a slot within the context."""
+        self.pause()
+        yield
 
     def wait_for_use(self) -> bool:
         """Wait for the end of a use reported by `used_by`, or of a read that nothing waits for.

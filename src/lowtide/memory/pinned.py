@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from lowtide.config import format_size
-from lowtide.memory.arena import Arena
+from lowtide.memory.arena import Arena, Region
 
 
 class PinnedMemory:
-    """Owns the registration of arenas with CUDA. Knows nothing of their use."""
+    """Owns the registration of memory with CUDA. Knows nothing of its use."""
 
     def __init__(self, cudart: Any = None) -> None:
         """cudart: by default torch's own."""
         self._cudart = cudart or torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._arenas: list[Arena] = []
+        self._ranges: list[Tensor] = []
         # Memory that is unmapped while it is registered could never be registered again.
-        weakref.finalize(self, _unpin_all, self._cudart, self._arenas)
+        weakref.finalize(self, _unpin_all, self._cudart, self._ranges)
 
     def make_arena(self, num_bytes: int) -> Arena:
         """Make an arena, pinned unless that is refused."""
@@ -34,53 +34,69 @@ class PinnedMemory:
         self.register(arena)
         return arena
 
-    def register(self, arena: Arena) -> bool:
-        """Pin an arena at its exact size; return False, with a warning, if that is refused.
+    def register(self, region: Region) -> bool:
+        """Pin a region at its exact size; return False, with a warning, if that is refused.
 
         All its pages become physical. It stays pinned until `close`.
         """
-        if not arena.num_bytes:
-            return True
-        code = int(self._cudart.cudaHostRegister(arena.bytes.data_ptr(), arena.num_bytes, 0))
-        if code == 0:
-            self._arenas.append(arena)
-            return True
-        _forget_last_error()
-        warnings.warn(
-            f"{format_size(arena.num_bytes)} of host memory cannot be pinned (CUDA error {code}); "
-            "copies to the GPU go through a small pinned ring, at a fraction of the speed.",
-            stacklevel=2,
-        )
-        return False
+        return self._pin(region.bytes)
+
+    def keep_first(self, region: Region, num_bytes: int) -> bool:
+        """Pin the first bytes of a region in place of those that were; no copy may be under way.
+
+        Returns as `register`. Copies that cross from one registered range into another fail, so
+        that all of them are one.
+        """
+        for number, pinned in enumerate(self._ranges):
+            if pinned.data_ptr() == region.bytes.data_ptr():
+                self._cudart.cudaHostUnregister(pinned.data_ptr())
+                del self._ranges[number]
+                break
+        return self._pin(region.bytes[:num_bytes])
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return True if all bytes of a contiguous tensor are in a registered arena."""
+        """Return True if all bytes of a contiguous tensor are in a registered range."""
         start = tensor.data_ptr()
         stop = start + tensor.nbytes
         return any(
-            first <= start and stop <= first + arena.num_bytes
-            for arena in self._arenas
-            for first in (arena.bytes.data_ptr(),)
+            first <= start and stop <= first + pinned.nbytes
+            for pinned in self._ranges
+            for first in (pinned.data_ptr(),)
         )
+
+    def _pin(self, memory: Tensor) -> bool:
+        if not memory.nbytes:
+            return True
+        code = int(self._cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if code == 0:
+            self._ranges.append(memory)
+            return True
+        _forget_last_error()
+        warnings.warn(
+            f"{format_size(memory.nbytes)} of host memory cannot be pinned (CUDA error {code}); "
+            "copies to the GPU go through a small pinned ring, at a fraction of the speed.",
+            stacklevel=3,
+        )
+        return False
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Unpin at the end all arenas registered within the context, once no copies run."""
-        before = len(self._arenas)
+        """Unpin at the end all memory registered within the context, once no copies run."""
+        before = len(self._ranges)
         try:
             yield
         finally:
-            _unpin_all(self._cudart, self._arenas, before)
+            _unpin_all(self._cudart, self._ranges, before)
 
     def close(self) -> None:
         """Unpin everything; no copy may be under way."""
-        _unpin_all(self._cudart, self._arenas)
+        _unpin_all(self._cudart, self._ranges)
 
 
-def _unpin_all(cudart: Any, arenas: list[Arena], first: int = 0) -> None:
-    while len(arenas) > first:
-        cudart.cudaHostUnregister(arenas[-1].bytes.data_ptr())
-        del arenas[-1]
+def _unpin_all(cudart: Any, ranges: list[Tensor], first: int = 0) -> None:
+    while len(ranges) > first:
+        cudart.cudaHostUnregister(ranges[-1].data_ptr())
+        del ranges[-1]
 
 
 def _forget_last_error() -> None:

@@ -68,6 +68,8 @@ def run_pass(engine: Engine, decoder: BatchDecoder[Any, Any]) -> list[Event]:
     model, elastic = engine.model, engine.elastic
     num_rows, start_s = model.num_prompt_rows, model.prompt_s
     events = decoder.step()
+    if engine.home is not None:
+        engine.home.settle()
     if elastic is not None:
         elastic.note_pass(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
         elastic.settle()

@@ -122,4 +122,4 @@ def _open_cuda(
         key = experts.cost_key(this_machine(), host_kernels.name, "cuda", kernels)
         costs = stored_or_measured(key, measure).costs
         close = undo.pop_all().close
-    return OpenDevice(device, costs, pinned.make_arena, close)
+    return OpenDevice(device, costs, pinned.make_arena, close, pinned.keep_first)

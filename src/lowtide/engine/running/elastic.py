@@ -8,21 +8,19 @@ budget.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from lowtide.core import BoolArray, MoEShape
+from lowtide.core import MoEShape
 from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division, group_bytes
 from lowtide.engine.running.kept_room import KeptRoom
+from lowtide.engine.running.moving_slots import FreeMemory, MovingSlots
 from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import InternalError, PageError
-from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.elastic_slots import ElasticSlots
-from lowtide.experts.host_tier import HostTier
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
 from lowtide.hardware.memory import available_memory_bytes
@@ -34,21 +32,13 @@ from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import PagedRoom
 from lowtide.memory.states import StateLayout, StateStore
 from lowtide.plan import MemoryPlan, TierPlan
-from lowtide.policies.slot_lending import ExpertUse, grown, shrunk, worth_lending
+from lowtide.policies.slot_lending import worth_lending
 
 _NEWEST = 1 / 8
 """Weight of the newest step in the mean growth of sequences."""
 
 _PATIENCE_STEPS = 64
 """Steps to wait after the system has refused memory for slots."""
-
-
-SYSTEM_BYTES = 256 << 20
-"""Free memory left to other programs: below it memory is returned to the system; above twice as
-much, memory is taken again."""
-
-_LOOK_S = 1.0
-"""Interval between checks of free memory."""
 
 _LOOK_PASSES = 16
 """Passes between weighing the oldest kept keys against slots, about as many as the use of experts
@@ -136,7 +126,7 @@ class SharedMemory:
 
 
 class ElasticMemory:
-    """Moves memory to and from the expert slots.
+    """Moves memory between sequences, their passes, and the expert slots.
 
     Used on the engine's thread, between passes or at the beginning of one.
     """
@@ -146,22 +136,20 @@ class ElasticMemory:
         self._shared = shared
         self._slots = shared.slots
         self._experts = experts
-        self._tier: HostTier | DeviceTier = experts.device or experts.host
-        ledger = self._tier.ledger
-        experts.use = self._use = ExpertUse(ledger.num_layers, ledger.num_experts)
-        self._num_staging = plan.num_staging
+        tier = experts.device or experts.host
+        self._moving = MovingSlots(
+            shared.slots, tier, plan.num_staging, lambda: experts.capacity, tier.at_rest
+        )
+        experts.use = self._moving.use
         self._growth_bytes = 0.0  # that sequences and their passes take per step
         self._others_bytes = 0
         self._patient_steps_left = 0
-        self._looked_s = 0.0
-        self._is_short = False  # whether the system has had memory back and has none to spare yet
-        self._most_bytes = shared.budget.num_bytes
         num_lendable = max(0, shared.tier.num_slots - plan.num_staging)
-        self._least_bytes = self._most_bytes - num_lendable * shared.tier.slot_bytes
-        self.num_given = self.num_moved = self.num_lent = 0
+        least_bytes = shared.budget.num_bytes - num_lendable * shared.tier.slot_bytes
+        self._free = FreeMemory(shared.budget, least_bytes)
         if shared.kept is not None and experts.device is None:
             shared.kept.slot_use = self._slot_use
-        shared.slots_account.give_way = self.give_way
+        shared.slots_account.give_way = self._moving.give_way
 
     def close(self) -> None:
         """Free all memory at once, even if tensors over it remain."""
@@ -173,9 +161,9 @@ class ElasticMemory:
         return {
             **kept,
             "num_slots": self._slots.num_live,
-            "num_slots_lent": self.num_lent,
-            "num_slots_given": self.num_given,
-            "num_residents_moved": self.num_moved,
+            "num_slots_lent": self._moving.num_taken,
+            "num_slots_given": self._moving.num_given,
+            "num_residents_moved": self._moving.num_moved,
         }
 
     def held_bytes(self) -> dict[str, int]:
@@ -186,19 +174,6 @@ class ElasticMemory:
         names = {"KV cache": "kv_cache", "expert slots": "slots"}
         shares = self._shared.budget.shares()
         return {names.get(owner, owner): num_bytes for owner, num_bytes in shares.items()}
-
-    def give_way(self, num_bytes: int) -> None:
-        """Take memory from the coldest experts' slots, down to those that every step needs."""
-        slots = self._slots
-        left_bytes = max(0, slots.num_bytes(slots.num_live) - num_bytes)
-        num_live = max(self._num_staging, slots.num_within(left_bytes))
-        count = slots.num_live - num_live
-        if count <= 0:
-            return
-        self._tier.pause()
-        self._make_room(num_live)
-        self.num_moved += slots.shrink(num_live)
-        self.num_given += count
 
     def note_pass(self, num_prompt_rows: int, prompt_s: float) -> None:
         """Record rows and seconds of a pass with only prompts; call before `settle`.
@@ -224,10 +199,12 @@ class ElasticMemory:
         self._others_bytes = others_bytes
         self._growth_bytes += _NEWEST * (growth_bytes - self._growth_bytes)
         self._patient_steps_left = max(0, self._patient_steps_left - 1)
-        num_live = self._num_worth_having()
-        if num_live > self._slots.num_live and not self._patient_steps_left and not self._is_short:
-            self._lend(num_live)
-        self._fill()
+        if not self._patient_steps_left and not self._free.is_short:
+            try:
+                self._moving.grow(self._num_worth_having())
+            except PageError:  # the system has less than the budget: what there is has to do
+                self._patient_steps_left = _PATIENCE_STEPS
+        self._moving.fill()
 
     def follow_free_memory(self) -> None:
         """Return memory if the system runs short of it, and take it again later.
@@ -235,45 +212,14 @@ class ElasticMemory:
         Runs between passes and while a server is idle. Kept keys are dropped first, then the
         coldest experts.
         """
-        if time.monotonic() < self._looked_s + _LOOK_S:
-            return
-        self._looked_s = time.monotonic()
-        budget, spare_bytes = self._shared.budget, available_memory_bytes() - SYSTEM_BYTES
-        if spare_bytes < 0:
-            budget.ask(-spare_bytes)
-            drawn_bytes = budget.num_bytes - budget.num_free_bytes
-            budget.num_bytes = max(self._least_bytes, drawn_bytes)
-            self._is_short = True
-        elif spare_bytes > SYSTEM_BYTES:
-            self._is_short = False
-            budget.num_bytes = min(self._most_bytes, budget.num_bytes + spare_bytes - SYSTEM_BYTES)
+        self._free.follow()
 
     def restore(self) -> None:
         """Restore the planned slots, for a policy that starts anew.
 
         Raises PageError if the system has less memory than the budget.
         """
-        num_more = self._shared.tier.num_slots - self._slots.num_live
-        if num_more > 0:
-            self._slots.grow(self._shared.tier.num_slots)
-            self.num_lent += num_more
-
-    def _lend(self, num_live: int) -> None:
-        count = num_live - self._slots.num_live
-        try:
-            self._slots.grow(num_live)
-        except PageError:  # the system has less than the budget: what there is has to do
-            self._patient_steps_left = _PATIENCE_STEPS
-        else:
-            self.num_lent += count
-
-    def _fill(self) -> None:
-        """Give residents all slots beyond the staging slots."""
-        capacity = self._experts.capacity
-        num_residents = int(capacity.per_layer.sum())
-        count = min(self._slots.num_live - self._num_staging, self._use.mean.size) - num_residents
-        if count > 0:
-            capacity.change(grown(capacity.per_layer, self._residents(), self._use.mean, count))
+        self._moving.grow(self._shared.tier.num_slots)
 
     def _num_worth_having(self) -> int:
         """Return the number of slots that would pay now."""
@@ -286,7 +232,7 @@ class ElasticMemory:
 
     def _slot_use(self, num_bytes: int) -> float:
         shared, slot_bytes = self._shared, self._shared.tier.slot_bytes
-        if self._is_short or self._patient_steps_left:  # no slot can be made now
+        if self._free.is_short or self._patient_steps_left:  # no slot can be made now
             return 0.0
         if self._slots.num_live == shared.num_slots or shared.budget.num_free_bytes >= slot_bytes:
             return 0.0
@@ -294,25 +240,10 @@ class ElasticMemory:
 
     def _absent_use(self, num_new: int) -> float:
         """Return the share of passes in which each of `num_new` residents would save a read."""
-        absent = self._use.mean[~self._residents()]
+        absent = self._moving.use.mean[~self._slots.ledger.residents]
         num_cold = max(0, len(absent) - num_new)
         hottest = np.partition(absent, num_cold)[num_cold:] if num_cold else absent
         return float(hottest.mean())
-
-    def _make_room(self, num_live: int) -> None:
-        """Evict residents until they fit beside the staging slots."""
-        capacity = self._experts.capacity
-        count = int(capacity.per_layer.sum()) - (num_live - self._num_staging)
-        if count > 0:
-            per_layer, evict = shrunk(capacity.per_layer, self._residents(), self._use.mean, count)
-            for layer, expert in evict:
-                self._tier.evict(layer, expert)
-            capacity.change(per_layer)
-
-    def _residents(self) -> BoolArray:
-        """Return the residents, bool [layers, experts]."""
-        ledger = self._tier.ledger
-        return np.stack([ledger.is_resident(layer) for layer in range(ledger.num_layers)])
 
 
 def kv_pages(

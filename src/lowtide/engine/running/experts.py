@@ -13,6 +13,7 @@ from lowtide.core import Costs
 from lowtide.devices.kind import OpenDevice
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.facts import ExpertFacts
+from lowtide.engine.running.home_memory import HomeMemory, home_slots
 from lowtide.experts.batched_experts import BatchedExperts, cores_beside_device
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
@@ -55,41 +56,58 @@ def load_experts(
     open_device: Callable[[], OpenDevice] | None,
     make_policies: MakePolicies,
     progress: Progress,
-) -> ExpertRuntime:
+) -> tuple[ExpertRuntime, HomeMemory | None]:
     """Load a plan's experts, with the policy's first residents in their slots.
 
-    open_device: opens the plan's device, if any. Raises StorageError, DeviceError, or PlanError if
-    the policy needs more than the plan has.
+    The second, beside a device, moves the memory of host slots. open_device: opens the plan's
+    device, if any. Raises StorageError, DeviceError, or PlanError if the policy needs more than the
+    plan has.
     """
+    home = None
     with ExitStack() as undo:
         experts: HostExpertExecutor | DeviceExpertExecutor
         if open_device is None:
-            host, device = _host_tier(parts, Arena), None
+            host, device = _host_tier(parts, Arena, parts.lent), None
             experts = _host_executor(host, parts.kernels, parts.executor)
         else:
             made = open_device()
             undo.callback(made.close)
-            host = _host_tier(parts, made.make_arena)
+            slots = _home_slots(parts, made)
+            host = _host_tier(parts, made.make_arena, slots)
             if host.is_permanent:
                 host.load_all(progress)
             device = _device_tier(parts.plan, made, host, parts.lent)
+            if slots is not None and made.keep_first is not None:
+                num_residents = sum(parts.plan.host_residents_per_layer)
+                num_staging = parts.plan.host.num_slots - num_residents
+                home = HomeMemory(slots, host, device, num_staging, made.keep_first)
             beside = _host_executor(host, parts.kernels, parts.executor, made)
             experts = DeviceExpertExecutor(device, beside, _scratch(parts.facts))
         runtime = ExpertRuntime(parts.facts.shape, make_policies(host, device), experts)
         runtime.load(progress)
         undo.pop_all()
-    return runtime
+    return runtime, home
 
 
-def _host_tier(parts: ExpertParts, make_arena: Callable[[int], Arena]) -> HostTier:
+def _home_slots(parts: ExpertParts, made: OpenDevice) -> ElasticSlots | None:
+    """Make the host slots beside a device if it leaves their memory free to move."""
+    tier = parts.plan.host
+    if made.keep_first is None or tier.num_slots == parts.plan.num_experts:
+        return None
+    return home_slots(tier, parts.facts.shape, made.keep_first)
+
+
+def _host_tier(
+    parts: ExpertParts, make_arena: Callable[[int], Arena], moving: ElasticSlots | None
+) -> HostTier:
     """Make the host tier. Beside a device it holds all experts if they fit, else the last used."""
     facts, plan = parts.facts, parts.plan
     tier, shape, layout = plan.host, facts.shape, facts.layout
-    if plan.gpu is not None or parts.lent is None:
+    if moving is None:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
         slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), layout)
     else:
-        ledger, slots = parts.lent.ledger, ExpertSlots(parts.lent.arena, layout)
+        ledger, slots = moving.ledger, ExpertSlots(moving.arena, layout)
     num_at_once = best_at_once(kept_rates(this_machine()))
     transfer = DiskTransfer(
         parts.reader, facts.table, slots, facts.inputs, parts.kernels.library, num_at_once

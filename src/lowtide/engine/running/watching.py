@@ -65,6 +65,8 @@ def memory_of(engine: Engine, experts: ExpertLook) -> dict[str, TierMemory]:
         is_fast = tier is plan.fast_tier
         if is_fast:
             held |= elastic
+        elif engine.home is not None:
+            held[_SLOTS] = engine.home.held_bytes
         residents = experts.residents.get(name)
         num_experts = 0 if residents is None else int(residents.sum())
         used = {_SLOTS: min(held[_SLOTS], num_experts * tier.slot_bytes)}

@@ -113,13 +113,13 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         threads = executor if plan.gpu is None else InlineExecutor()
         compute = Compute(threads, opened.kernels(device), workspace, device)
         experts: ExpertRuntime | NoExperts = NoExperts()
-        elastic = None
+        elastic = home = None
         if memory.experts is not None:
             lent = None if shared is None else shared.open_slots(shape)
             parts = ExpertParts(memory.experts, plan, kernels, reader, executor, lent)
             choice, cores = PolicyChoice.of(options), executor.cores_per_expert
             compute_s = measure_compute(memory.experts.layout, shape, kernels, cores)
-            experts = load_experts(
+            experts, home = load_experts(
                 parts,
                 device_opener(parts, asked.kernels, asked.device_options),
                 partial(make_engine_policies, choice, plan, calibration, compute_s),
@@ -156,6 +156,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
             executor=executor,
             pass_plans=workspace.plans,
             elastic=elastic,
+            home=home,
             stored=stored,
         )
         undo.pop_all()

@@ -36,7 +36,7 @@ def _open(request: DeviceRequest) -> OpenDevice:
         ),
         sync_s=0.0,
     )
-    return OpenDevice(device, costs, Arena, device.close)
+    return OpenDevice(device, costs, Arena, device.close, lambda region, num_bytes: None)
 
 
 EMULATED = DeviceKind(_open, _check_options, is_paced=True, num_host_threads=1)
