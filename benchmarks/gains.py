@@ -4,12 +4,13 @@ TIDE: residents that are refreshed at an interval beside those that are chosen o
 greedy assignment beside one that fetches every absent expert. Mosaic: the longest sequence whose
 step fits, by its plans, beside whole logits and undivided operators. BuddyMoE: absent experts that
 are replaced beside those that are waited for. The demo models run beside an emulated device, or
-from disk.
+from disk; TIDE and DALI once more with SmolLM2's weights, whose MLPs are split into experts.
 """
 
 from __future__ import annotations
 
 import argparse
+import runpy
 import statistics
 import tempfile
 import time
@@ -31,9 +32,10 @@ from lowtide.llm import plan_model
 from lowtide.policies.assignment import AllFetch
 from lowtide.policies.catalogue import CATALOGUE
 
-PARTS = ("TIDE", "DALI", "Mosaic", "BuddyMoE")
+PARTS = ("TIDE", "DALI", "Mosaic", "BuddyMoE", "SmolLM2")
 DIFFUSION, AUTOREGRESSIVE = "demo:diffusion", "demo:autoregressive"
 PROMPTS = tuple(f"Sort {a} {b} {a + b} {abs(a - b)}" for a, b in ((93, 21), (40, 12), (7, 66)))
+REAL_WEIGHTS = Path(__file__).parents[1] / "tools" / "real_weights.py"
 OWN_TAU = 4
 """The preset's own interval."""
 
@@ -62,9 +64,13 @@ def main() -> None:
     }
     recorder = Recorder("gains", settings, options.out)
     if "TIDE" in options.parts:
-        _compare(recorder, "TIDE", _tide(options), options)
+        _compare(recorder, "TIDE", _tide(DIFFUSION, options), options)
     if "DALI" in options.parts:
-        _compare(recorder, "DALI", _dali(options), options)
+        _compare(recorder, "DALI", _dali(AUTOREGRESSIVE, options), options)
+    if "SmolLM2" in options.parts:
+        model = str(runpy.run_path(str(REAL_WEIGHTS))["forms"]()["paired"])
+        _compare(recorder, "TIDE", _tide(model, options), options)
+        _compare(recorder, "DALI", _dali(model, options), options)
     if "BuddyMoE" in options.parts:
         with tempfile.TemporaryDirectory() as folder:
             _compare(recorder, "BuddyMoE", _buddymoe(options, Path(folder)), options)
@@ -72,22 +78,22 @@ def main() -> None:
         _lengths(recorder, options)
 
 
-def _tide(options: argparse.Namespace) -> tuple[Side, Side]:
-    given = _beside_device(DIFFUSION, options.share)
+def _tide(model: str, options: argparse.Namespace) -> tuple[Side, Side]:
+    given = _beside_device(model, options.share)
 
     def side(tau: int) -> Side:
         command = f"--device emulated --policy tide --policy-option tau={tau}"
-        return Side(DIFFUSION, command, {**given, "policy": "tide", "policy_options": {"tau": tau}})
+        return Side(model, command, {**given, "policy": "tide", "policy_options": {"tau": tau}})
 
     return side(NEVER), side(OWN_TAU)
 
 
-def _dali(options: argparse.Namespace) -> tuple[Side, Side]:
-    given, dali = _beside_device(AUTOREGRESSIVE, options.share), CATALOGUE["dali"]
+def _dali(model: str, options: argparse.Namespace) -> tuple[Side, Side]:
+    given, dali = _beside_device(model, options.share), CATALOGUE["dali"]
     fetching = replace(dali, assignment=lambda s: AllFetch())
     return (
-        Side(AUTOREGRESSIVE, "dali, AllFetch() as its assignment", {**given, "policy": fetching}),
-        Side(AUTOREGRESSIVE, "--device emulated --policy dali", {**given, "policy": "dali"}),
+        Side(model, "dali, AllFetch() as its assignment", {**given, "policy": fetching}),
+        Side(model, "--device emulated --policy dali", {**given, "policy": "dali"}),
     )
 
 
@@ -130,7 +136,7 @@ def _compare(
         values = {
             "paper": paper,
             "side": name,
-            "model": side.model,
+            "model": side.model if side.model.startswith("demo:") else Path(side.model).name,
             **of_side[-1],
             "tokens_per_s": statistics.median(rates),
             "each_tokens_per_s": rates,

@@ -23,6 +23,7 @@ from serving import serving
 from torch import Tensor
 
 from lowtide import LLM, AsyncLLM, SamplingParams
+from lowtide.experts.account import account_of
 from lowtide.llm import plan_model
 
 pytestmark = [pytest.mark.real_weights, pytest.mark.filterwarnings("ignore")]
@@ -36,6 +37,7 @@ PROMPTS = (
     "Once upon a time, in a village by the sea,",
 )
 NUM_TOKENS = 100
+NUM_LAYERS, NUM_CHOSEN = 30, 8
 CONTEXT = 384  # room for three answers at once
 
 LOGIT_GAP = 1e-3
@@ -164,6 +166,23 @@ def test_a_budget_leaves_float32_s_ids(
     with LLM(files["paired"], host_memory=budget, **options) as llm:
         assert answers(llm, 16) == [answer[:16] for _, answer in texts]
         assert llm.stats()["hit_rate"] < share + 0.2
+
+
+@pytest.mark.parametrize("policy", ["tide", "dali"])
+def test_two_papers_beside_a_device_leave_the_ids(
+    policy: str, files: dict[str, Path], texts: list[tuple[list[int], list[int]]]
+) -> None:
+    """TIDE moves experts at its interval, DALI divides absent ones: all of it is counted once."""
+    options = {**unpacked("paired"), "device": "emulated", "policy": policy}
+    plan = plan_model(files["paired"], **options)
+    budget = (plan.minimum_bytes + plan.full_bytes) // 2
+    with LLM(files["paired"], gpu_memory=budget, **options) as llm:
+        assert answers(llm, 16) == [answer[:16] for _, answer in texts]
+        account = account_of(llm.stats())
+    asked, *places = account["rows"].values()
+    assert asked == sum(places) and asked % (NUM_LAYERS * NUM_CHOSEN) == 0
+    assert account["rows"]["device"] > 0 and account["rows"]["substituted"] == 0
+    assert account["link"]["experts"] > 0
 
 
 def test_four_budgets_write_the_same_hundred_tokens(files: dict[str, Path]) -> None:
