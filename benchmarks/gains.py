@@ -36,6 +36,7 @@ PARTS = ("TIDE", "DALI", "Mosaic", "BuddyMoE", "SmolLM2")
 DIFFUSION, AUTOREGRESSIVE = "demo:diffusion", "demo:autoregressive"
 PROMPTS = tuple(f"Sort {a} {b} {a + b} {abs(a - b)}" for a, b in ((93, 21), (40, 12), (7, 66)))
 REAL_WEIGHTS = Path(__file__).parents[1] / "tools" / "real_weights.py"
+CONTEXT = 512
 OWN_TAU = 4
 """The preset's own interval."""
 
@@ -102,7 +103,7 @@ def _buddymoe(options: argparse.Namespace, folder: Path) -> tuple[Side, Side]:
     with LLM(AUTOREGRESSIVE, device="cpu") as llm:
         ids = token_ids(llm, text_for(AUTOREGRESSIVE))
         calibrate(llm, ids, AUTOREGRESSIVE, num_pieces=8, buddies=True).save(path)
-    plan = plan_model(AUTOREGRESSIVE, device="cpu")
+    plan = plan_model(AUTOREGRESSIVE, device="cpu", context=CONTEXT)
     given = {"device": "cpu", "host_memory": _between(plan, options.share)}
     given |= {"policy": "buddymoe", "calibration": str(path)}
 
@@ -114,7 +115,7 @@ def _buddymoe(options: argparse.Namespace, folder: Path) -> tuple[Side, Side]:
 
 
 def _beside_device(model: str, share: float) -> dict[str, Any]:
-    plan = plan_model(model, device="emulated")
+    plan = plan_model(model, device="emulated", context=CONTEXT)
     return {"device": "emulated", "gpu_memory": _between(plan, share)}
 
 
@@ -150,7 +151,7 @@ def _compare(
 
 def _run(side: Side, num_tokens: int) -> dict[str, Any]:
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    with LLM(side.model, context=512, **side.options) as llm:
+    with LLM(side.model, context=CONTEXT, **side.options) as llm:
         llm.generate(list(PROMPTS[:1]), params)  # residents settle
         before, start_s = llm.stats(), time.perf_counter()
         found = llm.generate(list(PROMPTS), params)
