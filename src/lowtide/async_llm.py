@@ -179,7 +179,7 @@ class AsyncLLM(LoadedModel):
         return await asyncio.to_thread(self._loop.stats)
 
     def watched(self) -> AbstractContextManager[Callable[[], Look]]:
-        """Yield a function that looks at the engine as it runs, for one who watches.
+        """Yield a function that takes a snapshot of the engine as it runs.
 
         It neither waits for a pass nor delays one; experts' demands are counted in the context.
         """

@@ -65,7 +65,7 @@ def answer_object(
 
 
 def account_table(stats: Mapping[str, float]) -> Table:
-    """Make a table of the experts since the model was loaded, each row a sum."""
+    """Tabulate how experts were used since the model was loaded, a sum in each row."""
     table = number_table("experts since loading", ["", "", "of these"], left=["", "of these"])
     for row in account_rows(stats):
         table.add_row(*row)

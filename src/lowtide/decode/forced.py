@@ -41,7 +41,7 @@ class ForcedText:
     masks: tuple[BoolArray, ...] = ()
 
     def check(self, writes_in_order: bool) -> None:
-        """Raise UsageError for a text that such a model cannot read."""
+        """Raise UsageError for a text that a model which writes so cannot read."""
         num_tokens = len(self.token_ids)
         num_least = self.num_context + (2 if writes_in_order else 1)
         if self.num_context < 1 or num_tokens < num_least:

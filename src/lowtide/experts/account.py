@@ -11,15 +11,16 @@ Account = Mapping[str, Mapping[str, float]]
 
 
 def account_of(stats: Mapping[str, float]) -> Account:
-    """Return the counters as sums.
+    """Return the counters as sums; the first number of rows, moves and prefetched is the total.
 
-    rows: pairs of row and expert that routers chose, by where the expert was. moves: experts that
-    the placement asked to become resident. prefetched: experts brought before their layer asked
-    for them. Of these three the first number is all the others. link, disk: bytes, and the experts
-    that crossed, all of one size; bytes of reads that were given up are apart. slots, where their
-    memory moves: those planned and lent by sequences and passes, less those given to them or to the
-    system; the experts moved are those copied out of slots that left. host_slots: the same of host
-    memory beside a device.
+    rows: pairs of row and expert that routers chose, by where the expert was.
+    moves: experts that the placement asked to become resident.
+    prefetched: experts brought before their layer asked for them.
+    link, disk: bytes and experts, all of one size; bytes of abandoned reads are counted apart.
+    slots: only if their memory moves. Those now are the planned ones and those lent by sequences
+      and passes, less those given to them or to the system; experts_moved were copied out of slots
+      that were given up.
+    host_slots: the same of host memory beside a device.
     """
     return {
         **_slots(stats, "slots", "num_slots", "num_residents_moved"),

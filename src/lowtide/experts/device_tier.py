@@ -48,7 +48,7 @@ class DeviceTier:
         self._idle = IdleTime(link.ledger.num_layers)
         # Hits in layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
-        self._counts: list[Tensor] = []  # of the last such layers, each [num_experts]
+        self._counts: list[Tensor] = []  # of the last of these layers, each [num_experts]
 
     def stays_whole(self, layer: int, capacity: Capacity) -> bool:
         """Return True if every expert of a layer is resident and may stay without a decision."""
@@ -68,7 +68,7 @@ class DeviceTier:
 
     @property
     def num_hits(self) -> int:
-        """Number of activated experts in such layers."""
+        """Number of activated experts in layers whose experts were all resident."""
         self._add_counts()
         return int(self._num_hits)
 

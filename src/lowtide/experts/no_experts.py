@@ -33,7 +33,7 @@ class NoExperts:
         """Return None: kernels have no experts to run."""
 
     def residents(self) -> None:
-        """Return None."""
+        """Return None: no compiled call finds experts here."""
 
     def begin_pass(self, step: Step) -> None:
         """Do nothing."""

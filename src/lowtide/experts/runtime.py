@@ -38,7 +38,7 @@ from lowtide.policies.substitution import replaced
 from lowtide.progress import Progress, no_progress
 
 SAMPLE_S = 0.1
-"""Least time between two passes that count, for those who watch, what needs a synchronisation."""
+"""Least time between two passes that are counted for watchers where that needs synchronisation."""
 
 _ON_DEVICE, _ON_HOST, _FROM_DISK = range(3)  # where a row's expert is run, or comes from
 
@@ -87,9 +87,9 @@ class ExpertRuntime:
         self.observer: Observer | None = None
         self.expert_observer: ExpertObserver | None = None  # never with a device
         self.use: ExpertUse | None = None  # counts every demand, if set
-        # For each who watches, tokens by expert [layers, experts]; other threads replace the tuple.
+        # For each watcher, tokens by expert [layers, experts]. Other threads replace the tuple.
         self._watches: tuple[IntArray, ...] = ()
-        self._is_sampled = False  # whether this pass counts also what needs a synchronisation
+        self._is_sampled = False  # True: this pass counts also where that needs synchronisation
         self._sample_due_s = -math.inf
         self._num_device_hits = 0  # of the latest sample
         self.stats = ExpertStats()

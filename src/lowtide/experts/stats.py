@@ -78,10 +78,10 @@ class LinkStats:
 
 
 class ExpertLook(NamedTuple):
-    """Experts as one who watches sees them.
+    """Snapshot of the experts of a running engine.
 
-    residents: which are in each tier's slots, bool [layers, experts], the fastest tier first.
-    num_tokens: those that asked for each expert since the watch began, [layers, experts].
+    residents: bool [layers, experts] for each tier's slots, the fastest tier first.
+    num_tokens: tokens that demanded each expert since watching began, [layers, experts].
     """
 
     residents: dict[str, BoolArray]

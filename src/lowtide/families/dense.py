@@ -28,7 +28,7 @@ def read_dense(
 
 
 def dense_schema(config: ModelConfig, *, has_output_bias: bool) -> ModelSchema:
-    """Make the schema of such a model."""
+    """Make the schema of a model that `read_dense` has read."""
     spec = config.attention
 
     def attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:

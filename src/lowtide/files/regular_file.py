@@ -29,7 +29,7 @@ class RegularFile(NamedTuple):
 
     path: Path
     num_bytes: int
-    # Device, inode, nanoseconds of the last write and of the last change, which nobody sets back.
+    # Device, inode, nanoseconds of the last write and of the last change, which cannot be set back.
     identity: tuple[int, int, int, int]
 
     @classmethod

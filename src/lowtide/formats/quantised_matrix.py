@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # whoever has a matrix has torch
+if TYPE_CHECKING:  # code that has a matrix has imported torch
     import torch
     from torch import Tensor
 

@@ -134,7 +134,7 @@ def keep_speeds(key: SpeedKey, change: Callable[[ModelSpeeds], ModelSpeeds]) -> 
 
 
 def _drop_oldest(path: Path) -> None:
-    """Make room for the file at `path`."""
+    """Remove the oldest files until one at `path` is within `MAX_FILES`."""
     with suppress(OSError):
         others = [each for each in path.parent.glob("*.json") if each != path]
         by_age = sorted(others, key=lambda each: each.stat().st_mtime, reverse=True)

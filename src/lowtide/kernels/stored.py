@@ -31,8 +31,8 @@ def tile_rows(num_columns: int) -> int:
 def unpacking_bytes(shape: tuple[int, ...]) -> int:
     """Return the most scratch bytes that a thread needs to multiply by a matrix of this shape.
 
-    It is a tile of its weights in float32, twice, its codes and a copy, and the tile in the compute
-    dtype.
+    A tile has its weights in float32, twice, its codes and a copy of these, and its weights in the
+    compute dtype.
     """
     num_rows = min(shape[0], tile_rows(shape[1]) + MAX_REMAINDER)
     return num_rows * shape[1] * 16

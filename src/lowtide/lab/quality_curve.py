@@ -1,9 +1,9 @@
-"""The curve by which a bound of KL becomes one of router mass: measured, and kept with the buddies.
+"""The curve that turns a bound of KL into one of router mass: measured, and kept with the buddies.
 
     path = curve_path(opened.facts, given)  # of the calibration that has the buddy profile
     keep_curve(path, measured_curve(report))
 
-An estimate everywhere but on the text that it was measured on.
+For other texts than the one that it was measured on it is an estimate.
 """
 
 from __future__ import annotations

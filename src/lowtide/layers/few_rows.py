@@ -125,7 +125,7 @@ class ShortPass:
         return self._block[first : first + num_bytes].view(dtype).view(self.num_rows, width)
 
     def _pairs(self, num_chosen: int, width: int) -> dict[str, Tensor]:
-        """Take the buffers of experts' rows, where the runtime would take them."""
+        """Allocate the buffers of experts' rows where the runtime would."""
         before = self.begin_experts()
         pairs = ExpertBuffers.of_pairs(self.workspace, self.num_rows * num_chosen, width, self.x)
         self.workspace.reset(before)
@@ -133,7 +133,7 @@ class ShortPass:
 
 
 def take_block(workspace: Buffers, layers: Sequence[LayerParts], num_rows: int) -> Tensor:
-    """Take the block of scratch for any one of the layers."""
+    """Allocate a block of scratch that suffices for each of the layers."""
     num_bytes = max((Places.of(parts, num_rows).num_bytes for parts in layers), default=0)
     return workspace.take("short pass", (num_bytes,), torch.uint8)
 

@@ -107,7 +107,7 @@ class MoELayer:
             )
 
     def register_experts(self, x: Tensor, num_chosen: int, step: Step) -> None:
-        """Take what `run_experts` takes for rows x [rows, hidden] on the meta device."""
+        """Register the memory of `run_experts` for rows x [rows, hidden] on the meta device."""
         shape = (len(x), num_chosen)
         routing = Routing(*(torch.empty(shape, dtype=each, device=x.device) for each in _ROUTING))
         self.run_experts(x, routing, step, x)

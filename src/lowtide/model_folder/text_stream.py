@@ -64,7 +64,7 @@ class TextStream:
         self._num_sent = len(text) - self._num_open(text)  # half a character is still to come
 
     def copy(self) -> TextStream:
-        """Return a stream that goes on from here, while this one does not."""
+        """Return an independent stream in the same state."""
         return copy.copy(self)
 
     def push(self, ids: Sequence[int]) -> str:

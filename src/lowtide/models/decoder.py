@@ -103,7 +103,7 @@ class Block:
         raise NotImplementedError
 
     def register_experts(self, x: Tensor, config: ModelConfig, step: Step) -> None:
-        """Take what the experts of a `whole` layer take, if it has any, on the meta device."""
+        """Register the memory of a `whole` layer's experts, if it has any, on the meta device."""
 
 
 class Decoder:

@@ -163,5 +163,5 @@ def with_stop_test(request: Request, tokenizer: Tokenizer | None) -> Request:
     """Return the request with a test that ends decoding at a stop string."""
     if not request.params.stop_strings:
         return request
-    # A reader of its own for the engine's thread, ahead of those who read the events.
+    # The engine's thread has a reader of its own, which is ahead of the readers of events.
     return replace(request, is_stopped=CompletionTest(pieces_of(request, tokenizer)))

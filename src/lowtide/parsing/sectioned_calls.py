@@ -18,7 +18,7 @@ _FENCE = "```"
 class SectionedCalls(CallForm):
     """Form whose arguments are JSON behind a separator.
 
-    one_begin, one_end: marks of a call. separator: between what names it and its arguments.
+    one_begin, one_end: marks of a call. separator: between the call's name and its arguments.
     """
 
     end: str

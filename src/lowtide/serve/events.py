@@ -1,7 +1,7 @@
 """`GET /v1/lowtide/events`: the running engine as a stream, for a page that shows it.
 
 The first event, `model`, has what does not change; each `state` is the present moment. Nothing is
-computed while nobody listens. A listener is no request: it takes no place in the queue.
+computed while there is no listener. A listener is no request: it takes no place in the queue.
 """
 
 from __future__ import annotations

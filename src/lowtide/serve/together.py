@@ -64,7 +64,7 @@ class Together(Generic[A, B]):
     ) -> None:
         self._hand_over()
         for (_, outcome), result in zip(part, thread.result(), strict=True):
-            if outcome.done():  # nobody waits any more
+            if outcome.done():  # the request was cancelled
                 continue
             if isinstance(result, BaseException):
                 outcome.set_exception(result)

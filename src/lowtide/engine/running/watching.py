@@ -1,7 +1,7 @@
-"""A look at a running engine, for those who watch it.
+"""Read-only snapshots of a running engine.
 
-It is taken on any thread while passes run, without a lock and without the engine's thread: numbers
-of one look may be a part of a pass apart.
+A snapshot is taken on any thread while passes run, without a lock and without the engine's thread:
+its numbers may be part of a pass apart.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class WorkItem(Generic[T]):
 
 
 Post = Callable[[Sequence[tuple[Any, Delivery]]], None]
-"""Takes deliveries to those who wait for them: waking a reader takes longer than delivering."""
+"""Takes deliveries to their readers' threads: to wake a reader takes longer than to deliver."""
 
 Queued = Answers | WorkItem[Any]
 
@@ -249,7 +249,7 @@ class Worker:
                 continue
             message(self)
             if self._num_expected and self.mailbox.empty():
-                self._begin_waiting()  # those who came are counted with those expected
+                self._begin_waiting()  # requests that came count among the expected ones
         return not self._is_stopped
 
     @property

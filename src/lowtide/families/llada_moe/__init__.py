@@ -48,7 +48,7 @@ def _refuse_scaling(fields: Fields) -> None:
 
 
 def _moe_layers(fields: Fields) -> list[int]:
-    """Return the layers with experts: those of a 1, by default all."""
+    """Return the layers with experts: those with a 1 in moe_layer_freq, by default all."""
     count, given = keys.num_layers(fields), fields.raw("moe_layer_freq")
     if given is None:
         return list(range(count))

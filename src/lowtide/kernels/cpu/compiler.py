@@ -87,7 +87,7 @@ class Running:
                 started.set_exception(error)
 
         # Handlers of signals run on the main thread: one that raises inside Popen would leave a
-        # process that nobody stops.
+        # process that is never stopped.
         threading.Thread(target=start).start()
         try:
             self._process = started.result()

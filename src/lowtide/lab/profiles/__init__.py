@@ -59,7 +59,7 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """A machine by its data sheet, the share that is not reached taken off. Rates per second."""
+    """Machine described by its data sheet; rates are reduced to the share that is reached."""
 
     name: str
     device: Processor
