@@ -290,7 +290,7 @@ class SpeedFacts(NamedTuple):
 def _context(config: ModelConfig, asked: int | None) -> int:
     """Return the context in tokens, in whole blocks if the model writes by blocks.
 
-    It may exceed the model's positions, because all running sequences share it.
+    It may exceed the model's positions: the planned room is for all running sequences.
     """
     context = asked or min(config.max_positions, DEFAULT_CONTEXT)
     return align_up(context, config.decoding.block_length)

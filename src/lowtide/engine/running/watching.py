@@ -25,7 +25,7 @@ _NO_PARTS = ("budget_bytes", "slot_bytes", "unused_slot_bytes")
 class TierMemory(NamedTuple):
     """Memory of one tier, in bytes by part: such as `dense`, `kv_cache` and `slots`.
 
-    held: taken out of the budget, which with elastic memory changes. used: what of `kv_cache` has
+    held: taken out of the budget, which changes where memory moves. used: what of `kv_cache` has
     tokens of running requests, and of `slots` experts.
     """
 
@@ -70,7 +70,7 @@ def memory_of(engine: Engine, experts: ExpertLook) -> dict[str, TierMemory]:
         residents = experts.residents.get(name)
         num_experts = 0 if residents is None else int(residents.sum())
         used = {_SLOTS: min(held[_SLOTS], num_experts * tier.slot_bytes)}
-        if is_fast:  # elastic memory is there for what is written alone
+        if is_fast:  # memory that moves is there for what is written alone
             is_elastic = "kv_cache" in elastic
             used["kv_cache"] = round(held["kv_cache"] * (1.0 if is_elastic else usage))
         memory[name] = TierMemory(tier.budget_bytes, held, used)
