@@ -32,7 +32,7 @@ from lowtide.memory.cuda_streams import (
     PinnedRing,
     PinnedRow,
     Streams,
-    device_errors,
+    device_error,
     plan_errors,
     wait_on,
 )
@@ -114,13 +114,17 @@ class CudaDevice:
 
     def copy(self, source: Tensor, slot: int, after: Event | None) -> Event:
         stream = self._streams.copies
-        with device_errors("fetching an expert"), self._streams.use(stream):
-            wait_on(stream, after)
-            if self._pinned.holds(source):
-                self._slots[slot].copy_(source, non_blocking=True)
-            else:
-                self._copy_in_pieces(source, self._slots[slot])
-            return CudaEvent(stream.record_event())
+        try:
+            with self._streams.use(stream):
+                if after is not None:
+                    wait_on(stream, after)
+                if self._pinned.holds(source):
+                    self._slots[slot].copy_(source, non_blocking=True)
+                else:
+                    self._copy_in_pieces(source, self._slots[slot])
+                return CudaEvent(stream.record_event())
+        except RuntimeError as error:
+            raise device_error("fetching an expert", error) from error
 
     def describe(self) -> str:
         """Return the GPU's name, noting other GPUs that are not used."""
@@ -131,17 +135,22 @@ class CudaDevice:
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Event | None
     ) -> Event:
         stream = self._streams.current
-        with device_errors("computing experts"):
-            wait_on(stream, after)
+        try:
+            if after is not None:
+                wait_on(stream, after)
             self._computation.run(group, rows, buffers)
             return CudaEvent(stream.record_event())
+        except RuntimeError as error:
+            raise device_error("computing experts", error) from error
 
     def to_host(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         host_x, host_experts = self._host_x[: len(x)], self._host_experts[: len(x)]
-        with device_errors("copying a layer's inputs to the host"):
+        try:
             host_experts.copy_(experts, non_blocking=True)
             host_x.copy_(x, non_blocking=True)
             event = CudaEvent(self._streams.current.record_event())
+        except RuntimeError as error:
+            raise device_error("copying a layer's inputs to the host", error) from error
         event.wait()
         return host_x, host_experts
 
@@ -149,15 +158,18 @@ class CudaDevice:
         return self._host_parts[: len(parts)]
 
     def stage(self, predicted: Tensor) -> Tensor:
-        with device_errors("copying a prediction to the host"):
-            self._host_predicted.copy_(predicted, non_blocking=True)
-        return self._host_predicted
+        try:
+            return self._host_predicted.copy_(predicted, non_blocking=True)
+        except RuntimeError as error:
+            raise device_error("copying a prediction to the host", error) from error
 
     def from_host(
         self, host_parts: Tensor, rows: ExpertRows, experts: IntArray, parts: Tensor
     ) -> None:
-        with device_errors("taking over the host's experts"):
+        try:
             self._computation.place(host_parts, experts, rows, parts)
+        except RuntimeError as error:
+            raise device_error("taking over the host's experts", error) from error
 
     def host_work(self, num_tokens: Sequence[int], work: Work) -> Work:
         return work
@@ -210,6 +222,11 @@ class TritonExperts:
         listed = streams.pinned((align_up(num_pairs, triton_experts.PLACED_ROWS),), torch.int32)
         self._pairs = PinnedRow(listed, listed.numpy())  # that `place` names
         self._tiles = triton_experts.Tiles.empty(num_pairs, shape.num_experts, slots.device)
+        # By layer: the group of all its experts that ran last, and its slots on the device.
+        self._whole: list[ExpertGroup | None] = [None] * len(layout.layers)
+        self._whole_slots = torch.empty(
+            (len(layout.layers), shape.num_experts), dtype=torch.int32, device=slots.device
+        )
 
     def try_out(self, host_parts: Tensor) -> None:
         """Launch every kernel over no pairs, which compiles it; raise its errors."""
@@ -258,24 +275,34 @@ class TritonExperts:
 
     def _plan(self, group: ExpertGroup, rows: ExpertRows) -> tuple[int, int]:
         """Plan a group's tiles; return the pairs of a tile and a bound of the number of tiles."""
-        num_pairs, num_experts = len(rows.token_of), len(rows.counts)
-        tile_rows = self._kernels.tile_rows(num_pairs, num_experts)
+        num_pairs = len(rows.token_of)
+        if num_pairs > self._num_pairs:
+            raise InternalError(
+                f"A step of {num_pairs} pairs on a device planned for {self._num_pairs}."
+            )
+        tile_rows = self._kernels.tile_rows(num_pairs, self._tables.num_columns)
         if rows.is_known:
             counts = rows.num_tokens(group.experts)
             num_tiles = int((-(-counts // tile_rows)).sum())
         else:
             num_tiles = self._kernels.max_tiles(num_pairs, len(group.experts), tile_rows)
-        if num_pairs > self._num_pairs:
-            raise InternalError(
-                f"A step of {num_pairs} pairs on a device planned for {self._num_pairs}."
-            )
-        if num_tiles:
-            table = self._tables.take()
-            table.array.fill(-1)
-            table.array[group.experts] = group.slots
-            self._kernels.plan_tiles(rows.counts, table.tensor, tile_rows, self._tiles)
-            self._tables.used(self._streams.current)
+        if num_tiles and group is self._whole[group.layer]:
+            table = self._whole_slots[group.layer]
+            self._kernels.plan_tiles(rows.counts, table, tile_rows, self._tiles)
+        elif num_tiles:
+            self._plan_anew(group, rows, tile_rows)
         return tile_rows, num_tiles
+
+    def _plan_anew(self, group: ExpertGroup, rows: ExpertRows, tile_rows: int) -> None:
+        """Plan the tiles by slots that the device reads from the host."""
+        table = self._tables.take()
+        table.array.fill(-1)
+        table.array[group.experts] = group.slots
+        self._kernels.plan_tiles(rows.counts, table.tensor, tile_rows, self._tiles)
+        if len(group.experts) == len(table.array):  # the same group comes again
+            self._whole_slots[group.layer].copy_(table.tensor, non_blocking=True)
+            self._whole[group.layer] = group
+        self._tables.used(self._streams.current)
 
 
 def slot_image(layout: ExpertLayout, slots: SlotLayout) -> SlotImage:

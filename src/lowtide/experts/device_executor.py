@@ -13,13 +13,14 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves
+from lowtide.core import BoolArray, Costs, Facts, IntArray, Moves
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
 from lowtide.experts.link import Arrival
 from lowtide.experts.policy_facts import HostInputs, demand_of
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
+from lowtide.experts.slots import NO_SLOT
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.policies.decision import Policies
 from lowtide.progress import Progress
@@ -67,7 +68,7 @@ class DeviceExpertExecutor:
         """Collect the facts for policies; capacity: [num_layers]."""
         link, host, layer = self._link, self.host, call.layer
         link.bind_arrived()
-        is_here = link.ledger.is_resident(layer)
+        is_here: BoolArray = link.ledger.table[layer] != NO_SLOT
         demand = demand_of(inputs.experts, is_here)
         return Facts(
             call.step,
@@ -87,29 +88,37 @@ class DeviceExpertExecutor:
     def begin_reads(self, layer: int, experts: IntArray) -> None:
         """Do nothing: it is not decided yet which experts the host needs."""
 
-    def open(self, work: Work, plan: Plan | None) -> None:
+    def open(self, work: Work, plan: Plan | None, whole: ExpertGroup | None = None) -> None:
         """Start the reads of a layer; call `run_tile` for each of its tiles afterwards.
 
-        plan: None if every expert is resident and stays.
+        whole: all experts, instead of a plan, if every one is resident and stays.
         """
         self._work = work
-        self._plan = plan
+        self._plan, self._whole = plan, whole
         if plan is None:
             self.device.begin_whole(work.rows.counts)
             return
-        assignment, fetch = plan.decision.assignment, plan.decision.assignment.fetch.tolist()
+        assignment = plan.decision.assignment
         self._keep: set[int] = set()
         self._moves = None
         self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
         self._link.begin_layer(work.layer)
-        # By expert to fetch: its copy, if begun.
-        self._arrivals = {expert: self._link.take_arrival(work.layer, expert) for expert in fetch}
+        self._arrivals: dict[int, Arrival | None] = {}  # by expert to fetch: its copy, if begun
+        absent: list[int] = []
+        for expert in assignment.fetch.tolist():
+            self._arrivals[expert] = arrival = self._link.take_arrival(work.layer, expert)
+            if arrival is None:
+                absent.append(expert)
         self._host_rows = work.rows
         if not work.rows.counts.is_cpu:
             self._host_rows = ExpertRows.at_host(plan.at_host.experts, len(work.rows.counts))
             work.rows.learn(self._host_rows.counts.numpy())
-        absent = [expert for expert, arrival in self._arrivals.items() if arrival is None]
-        wanted = np.sort(np.concatenate([assignment.host, np.array(absent, np.int64)]))
+        wanted = assignment.host
+        if absent:
+            wanted = np.sort(np.concatenate([wanted, np.array(absent, np.int64)]))
+        if self.host.is_permanent:
+            self._beside.find(work.layer, wanted)
+            return
         moves = self.host.own_moves(plan.facts.step, work.layer, wanted)
         self._beside.begin_reads(work.layer, wanted)
         self._beside.follow(plan, moves)
@@ -118,10 +127,11 @@ class DeviceExpertExecutor:
         """Compute both shares of a tile, which `work.buffers` has once the device's queue ends."""
         self._tile = tile
         work.gather(tile)
-        if self._plan is None:
-            self._run_residents(np.arange(len(work.rows.counts)))
-        else:
+        if self._plan is not None:
             self._run_shares(self._plan)
+        elif self._whole is not None:
+            use = self.device.device.run(self._whole, tile.rows, work.buffers, None)
+            self._link.note_whole_use(work.layer, use)
         if tile.is_last:
             self.device.finish(work.layer, len(work.x))
             if work.layer == self.device.ledger.num_layers - 1:
@@ -157,45 +167,59 @@ class DeviceExpertExecutor:
 
     def _run_shares(self, plan: Plan) -> None:
         host, tile = self._beside, self._tile
-        resident, fetched, hosted = map(self._in_tile, plan.decision.assignment[:3])
+        resident, fetched, hosted = plan.decision.assignment[:3]
+        if tile.rows is not self._work.rows:
+            resident, fetched, hosted = map(self._in_tile, (resident, fetched, hosted))
         fetch, on_host = fetched.tolist(), hosted.tolist()
-        host_tile = self._host_tile(plan, on_host)
-        # The host's threads begin with experts that are in its memory already.
-        host.submit(host_tile, [expert for expert in on_host if expert in host.reads.slots])
-        arrivals = [(expert, self._arrivals[expert]) for expert in fetch]
-        under_way = [(expert, arrival) for expert, arrival in arrivals if arrival is not None]
-        to_fetch = [expert for expert, arrival in arrivals if arrival is None]
-        here = [expert for expert in to_fetch if expert in host.reads.slots]
-        self._begin_waves(len(fetch))
+        is_here = host.reads.slots.__contains__
+        if on_host:
+            host_tile = self._host_tile(plan, on_host)
+            # The host's threads begin with experts that are in its memory already.
+            host.submit(host_tile, list(filter(is_here, on_host)))
+        arriving: list[tuple[int, Arrival]] = []
+        to_fetch: list[int] = []
+        for expert in fetch:
+            arrival = self._arrivals[expert]
+            if arrival is None:
+                to_fetch.append(expert)
+            else:
+                arriving.append((expert, arrival))
+        here = list(filter(is_here, to_fetch))
+        self._wave: list[tuple[int, Arrival]] = []
+        if fetch:
+            self._begin_waves(len(fetch))
         # Copies begin before the residents run, since one copy takes as long as many of them, and
         # before the policies decide the moves.
         num_first = self.device.wave_size if self._moves is None else 0
-        begun = [(expert, self._begin_copy(expert)) for expert in here[:num_first]]
+        for expert in here[:num_first]:
+            arriving.append((expert, self._begin_copy(expert)))
         self._run_residents(resident)
         self._follow(plan, fetch)
-        for expert, arrival in [*under_way, *begun]:
+        for expert, arrival in arriving:
             self._add_to_wave(expert, arrival)
         for expert in here[num_first:]:
             self._fetch(expert)
         # The rest comes from disk, for the host or to be copied on.
-        for expert in host.reads.arriving([*on_host, *to_fetch], host.is_busy):
-            if expert in on_host:
-                self._link.offer(self._work.layer, expert, host.reads.slots[expert])
-                host.submit_first(expert)
-            else:
-                self._fetch(expert)
-        self._run_wave()
+        if not self.host.is_permanent:
+            for expert in host.reads.arriving([*on_host, *to_fetch], host.is_busy):
+                if expert in on_host:
+                    self._link.offer(self._work.layer, expert, host.reads.slots[expert])
+                    host.submit_first(expert)
+                else:
+                    self._fetch(expert)
+        if self._wave:
+            self._run_wave()
         if tile.is_last:
             self._look_ahead(plan)
-        host.collect(self._pump)
+        if on_host or not self.host.is_permanent:
+            host.collect(self._pump)
         if on_host:
             parts, experts = self._work.buffers.parts, plan.decision.assignment.host
             self.device.device.from_host(host_tile.buffers.parts, tile.rows, experts, parts)
 
     def _in_tile(self, experts: IntArray) -> IntArray:
         """Return the experts with rows in the tile."""
-        rows = self._tile.rows
-        return experts if rows is self._work.rows else experts[rows.num_tokens(experts) > 0]
+        return experts[self._tile.rows.num_tokens(experts) > 0]
 
     def _host_tile(self, plan: Plan, experts: Sequence[int]) -> HostTile:
         """Return the tile for the host's executor, with inputs in place or at the host."""
@@ -213,7 +237,10 @@ class DeviceExpertExecutor:
         """Let the link carry out the moves due with the tile; fetch: the tile's experts."""
         work, tile = self._work, self._tile
         moves = plan.ask_moves() if self._moves is None else self._moves
-        at_hand = {e: self._arrivals[e] for e in fetch if work.is_finished(e, tile)}
+        at_hand: dict[int, Arrival | None] = {}
+        for expert in fetch:
+            if tile.is_last or work.is_finished(expert, tile):
+                at_hand[expert] = self._arrivals[expert]
         due = moves if tile.is_last else self._due(moves, at_hand)
         if tile.is_last:
             self._link.end_layer()
@@ -268,7 +295,6 @@ class DeviceExpertExecutor:
         """
         num_waves = max(1, num_fetched // self.device.wave_size)
         self._wave_size = -(-num_fetched // num_waves)
-        self._wave: list[tuple[int, Arrival]] = []
 
     def _add_to_wave(self, expert: int, arrival: Arrival) -> None:
         self._wave.append((expert, arrival))
@@ -282,15 +308,20 @@ class DeviceExpertExecutor:
         """
         if not self._wave:
             return
-        layer, wave = self._work.layer, sorted(self._wave, key=lambda pair: pair[0])
+        layer, wave = self._work.layer, dict(self._wave)
         self._wave = []
-        experts = np.array([expert for expert, _ in wave])
-        slots = np.array([arrival.slot for _, arrival in wave])
-        last = max((arrival for _, arrival in wave), key=lambda arrival: arrival.order)
-        self._queue(ExpertGroup(layer, experts, slots), last.event)
-        for expert, arrival in wave:
-            if self._work.is_finished(expert, self._tile):
-                self._link.settle(layer, expert, arrival.slot, expert in self._keep)
+        experts, slots, last = [], [], None
+        for expert in sorted(wave):
+            arrival = wave[expert]
+            experts.append(expert)
+            slots.append(arrival.slot)
+            if last is None or arrival.order > last.order:
+                last = arrival
+        after = None if last is None else last.event
+        self._queue(ExpertGroup(layer, np.array(experts), np.array(slots)), after)
+        for expert in experts:
+            if self._tile.is_last or self._work.is_finished(expert, self._tile):
+                self._link.settle(layer, expert, wave[expert].slot, expert in self._keep)
 
     def _run_residents(self, experts: IntArray) -> None:
         if len(experts):

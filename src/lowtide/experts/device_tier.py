@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide.core import Costs, Facts, IntArray, Step, StepKind
 from lowtide.experts.capacity import Capacity
-from lowtide.experts.device import Device
+from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier
@@ -22,6 +24,7 @@ from lowtide.experts.idle_time import IdleTime
 from lowtide.experts.link import Link
 from lowtide.experts.policy_facts import HostInputs, routed_tokens
 from lowtide.experts.rows import LayerCall, is_long
+from lowtide.experts.slots import NO_SLOT
 from lowtide.memory.pinned_copies import to_host
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Prefetch
@@ -29,6 +32,13 @@ from lowtide.progress import Progress
 
 _START = Step(StepKind.PREFILL, 0)
 _MAX_COUNTS = 64  # kept until they are added up together: small operators cost a launch each
+
+
+class WholeLayer(NamedTuple):
+    """All experts of a layer, in these slots."""
+
+    group: ExpertGroup
+    slot_bytes: bytes  # of the ledger's row
 
 
 class DeviceTier:
@@ -46,15 +56,26 @@ class DeviceTier:
         self.early_gate: EarlyGate | None = None
         self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
         self._idle = IdleTime(link.ledger.num_layers)
+        # By layer: all of its experts, if all were resident when they last ran.
+        self._whole: list[WholeLayer | None] = [None] * link.ledger.num_layers
         # Hits in layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last of these layers, each [num_experts]
 
-    def stays_whole(self, layer: int, capacity: Capacity) -> bool:
-        """Return True if every expert of a layer is resident and may stay without a decision."""
-        ledger = self.link.ledger
-        is_whole = bool(ledger.is_resident(layer).all())
-        return is_whole and not capacity.is_short(layer, ledger.num_resident)
+    def whole(self, layer: int, capacity: Capacity) -> ExpertGroup | None:
+        """Return all experts of a layer if they are resident and may stay without a decision.
+
+        It is the same object as long as they keep their slots.
+        """
+        slots, whole = self.ledger.table[layer], self._whole[layer]
+        if whole is None or slots.tobytes() != whole.slot_bytes:
+            if slots.min() == NO_SLOT:
+                return None
+            group = ExpertGroup(layer, np.arange(len(slots)), slots.copy())
+            self._whole[layer] = whole = WholeLayer(group, slots.tobytes())
+        if capacity.has_changed and capacity.is_short(layer, self.ledger.num_resident):
+            return None
+        return whole.group
 
     def begin_whole(self, counts: Tensor) -> None:
         """Begin a layer whose experts are all resident, without any synchronisation.
@@ -103,10 +124,13 @@ class DeviceTier:
 
     def finish(self, layer: int, num_rows: int) -> None:
         """Make all outputs visible to the caller's next work; the link goes on meanwhile."""
-        self.link.pump(self._idle.expected_s(layer, self.costs.dense_s.at(num_rows)))
+        is_in_use = self.link.is_in_use
+        if is_in_use:
+            self.link.pump(self._idle.expected_s(layer, self.costs.dense_s.at(num_rows)))
         self._idle.begin(layer)
         self.device.join()
-        self.link.confirm()
+        if is_in_use:
+            self.link.confirm()
 
     def end_pass(self, host: HostTier) -> None:
         """End a pass: carry out the moves that are owed, and wait for them."""

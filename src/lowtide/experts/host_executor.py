@@ -24,7 +24,8 @@ from torch import Tensor
 from lowtide.core import Costs, Facts, IntArray, Moves
 from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.compiled_residents import CompiledResidents
-from lowtide.experts.host_reads import HostReads
+from lowtide.experts.device import ExpertGroup
+from lowtide.experts.host_reads import HostReads, NoReads
 from lowtide.experts.host_tier import HostTier, compute_stalled
 from lowtide.experts.policy_facts import HostInputs, demand_of, routed_tokens
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
@@ -127,7 +128,11 @@ class HostExpertExecutor:
         self.reads = HostReads(self.host, layer, experts)
         self.reads.start()
 
-    def open(self, work: Work, plan: Plan | None) -> None:
+    def find(self, layer: int, experts: IntArray) -> None:
+        """Begin a layer like `begin_reads`, of a tier that keeps all experts."""
+        self.reads = NoReads(self.host, layer, experts)
+
+    def open(self, work: Work, plan: Plan | None, whole: ExpertGroup | None = None) -> None:
         """Start the other reads of a layer; call `run_tile` for each of its tiles afterwards."""
         assert plan is not None, "no policy was asked of a layer of the host's"
         self.follow(plan, plan.ask_moves())  # which slots are given to which experts
@@ -220,9 +225,12 @@ class HostExpertExecutor:
         return bool(self._working)
 
     def _submit(self, experts: Sequence[int]) -> None:
-        pieces = [piece for expert in experts for piece in self._pieces(expert)]
-        self._ready.extend(pieces)
-        for _ in range(min(len(pieces), self.threads.num_threads)):
+        num_pieces = 0
+        for expert in experts:
+            pieces = self._pieces(expert)
+            self._ready.extend(pieces)
+            num_pieces += len(pieces)
+        for _ in range(min(num_pieces, self.threads.num_threads)):
             self._start(self._run_ready)
 
     def _start(self, call: Call) -> None:
@@ -247,10 +255,11 @@ class HostExpertExecutor:
             if next(num_ended) == len(pieces):
                 self._give_back(tile, [expert])
 
-        return [
-            (self._paced([p.stop - p.start], partial(self._run, tile, p, slot)), end)
-            for p in pieces
-        ]
+        calls: list[tuple[Call, Call]] = []
+        for piece in pieces:
+            call = partial(self._run, tile, piece, slot)
+            calls.append((self._paced([piece.stop - piece.start], call), end))
+        return calls
 
     def _give_back(self, tile: HostTile, experts: Sequence[int]) -> None:
         for expert in experts:

@@ -122,3 +122,27 @@ class HostReads:
                 tier.evict(self._layer, expert)
                 return True
         return False
+
+
+class NoReads(HostReads):
+    """Experts of a tier that keeps all of them: none is read, and uses need not be reported."""
+
+    def __init__(self, tier: HostTier, layer: int, wanted: IntArray) -> None:
+        self.slots = dict(
+            zip(wanted.tolist(), tier.ledger.table[layer, wanted].tolist(), strict=True)
+        )
+        self._waiting: deque[int] = deque()
+
+    def obey(self, moves: Moves) -> None:
+        """Do nothing: every expert stays."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def arriving(
+        self, experts: Collection[int], is_used: Callable[[], bool] = lambda: False
+    ) -> Iterator[int]:
+        return iter(())
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self.slots.items())

@@ -66,6 +66,8 @@ class Link:
         self._host = host
         self._num_demand_slots = num_demand_slots
         self._last_use: list[Event | None] = [None] * ledger.max_slots
+        # By layer: of all its slots while it stays wholly resident, later than those above.
+        self._whole_use: list[Event | None] = [None] * ledger.num_layers
         self._coming: dict[tuple[int, int], Arrival] = {}
         self._ahead: deque[_Wanted] = deque()
         self._moves: dict[tuple[int, int], _Wanted] = {}  # by layer and expert, in their order
@@ -80,7 +82,7 @@ class Link:
 
     def is_kept(self, layer: int) -> BoolArray:
         """Return residents, and experts that are becoming resident: [num_experts]."""
-        kept = self.ledger.is_resident(layer)
+        kept: BoolArray = self.ledger.table[layer] != NO_SLOT
         for (its_layer, expert), arrival in self._coming.items():
             if its_layer == layer and arrival.is_move:
                 kept[expert] = True
@@ -100,8 +102,14 @@ class Link:
 
     def note_use(self, group: ExpertGroup, use: Event) -> None:
         """Make copies into the group's slots wait for `use` from now on."""
+        if self._whole_use[group.layer] is not None:
+            self._divide_use(group.layer)
         for slot in group.slots.tolist():
             self._last_use[slot] = use
+
+    def note_whole_use(self, layer: int, use: Event) -> None:
+        """Make copies into the slots of a layer that is wholly resident wait for `use`."""
+        self._whole_use[layer] = use
 
     def begin_layer(self, layer: int) -> None:
         """Protect the layer's residents until `obey` has the last moves of its pass."""
@@ -122,6 +130,7 @@ class Link:
     def keep(self, layer: int, experts: IntArray) -> IntArray:
         """Evict all residents but `experts`; returns those of `experts` that are absent."""
         is_resident = self.ledger.is_resident(layer)
+        self._divide_use(layer)
         for expert in np.setdiff1d(np.flatnonzero(is_resident), experts).tolist():
             self.ledger.evict(layer, expert)
         return experts[~is_resident[experts]]
@@ -139,16 +148,22 @@ class Link:
         took. Others wait for an idle link, or for the end of the pass if they are owed, and their
         victims stay until then. New moves of a layer replace its old ones that have not begun.
         """
-        keep = {expert for expert, arrival in at_hand.items() if arrival and arrival.is_move}
-        self.drop_moves(len(self._owed.pop(layer, ())))  # of an interrupted pass
+        keep: set[int] = set()
+        for expert, arrival in at_hand.items():
+            if arrival is not None and arrival.is_move:
+                keep.add(expert)
+        if layer in self._owed:  # of an interrupted pass
+            self.drop_moves(len(self._owed.pop(layer)))
         if not len(moves.admit) and not len(moves.evict):
             return keep
         self._num_open += len(moves.admit)
-        for key in [key for key in self._moves if key[0] == layer]:
-            self._forget_move(key)
-            self.drop_moves(1)
+        for key in tuple(self._moves):
+            if key[0] == layer:
+                self._forget_move(key)
+                self.drop_moves(1)
         waiting: list[_Wanted] = []
-        admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
+        admit = moves.admit.tolist()
+        admit.sort(key=at_hand.keys().__contains__, reverse=True)  # these first, in their order
         victims: list[int | None] = list(moves.evict.tolist())
         num_unpaired = max(0, len(victims) - len(admit))
         leaving = victims[:num_unpaired]
@@ -156,15 +171,17 @@ class Link:
         for expert, victim in pairs:
             if expert in at_hand:
                 keep.add(expert)
-                self._count_done()
+                self.stats.num_moves_done += 1
+                self._num_open -= 1
                 leaving.append(victim)
             else:
                 waiting.append(_Wanted(layer, expert, victim))
         if moves.is_owed:
             self._owed[layer] = waiting
         else:
-            self._moves |= {(layer, wanted.expert): wanted for wanted in waiting}
-            self._waits[layer, [wanted.expert for wanted in waiting]] = True
+            for wanted in waiting:
+                self._moves[layer, wanted.expert] = wanted
+                self._waits[layer, wanted.expert] = True
         for victim in leaving:
             self._evict(layer, victim)
         return keep.difference(leaving)
@@ -193,11 +210,14 @@ class Link:
         """
         self._ahead.clear()
         told, self._unheard = self._unheard, None
-        staged = {key: arrival for key, arrival in self._coming.items() if not arrival.is_move}
-        if not staged:
+        if not self._coming:
             return told
         outcome, used = PrefetchOutcome(), frozenset(fetch.tolist())
-        for (its_layer, expert), arrival in staged.items():
+        is_any = False
+        for (its_layer, expert), arrival in tuple(self._coming.items()):
+            if arrival.is_move:
+                continue
+            is_any = True
             if its_layer != layer or expert not in used:
                 outcome.num_wasted += 1
                 self._drop_arrival(its_layer, expert)
@@ -205,6 +225,8 @@ class Link:
                 outcome.num_hits += 1
             else:
                 outcome.num_late += 1
+        if not is_any:
+            return told
         self.stats.prefetch.add(outcome)
         if told is not None:
             outcome.add(told)
@@ -223,7 +245,7 @@ class Link:
         `idle_s`: how long the caller will demand nothing; at least one transfer is begun.
         """
         self.bind_arrived()
-        while self.has_waiting and self.busy_s <= idle_s:
+        while self.has_waiting and len(self._in_flight) * self.link_s <= idle_s:
             if not self._begin_next():
                 return
 
@@ -253,7 +275,9 @@ class Link:
     def move(self, layer: int, expert: int, host_slot: int) -> None:
         """Begin an owed move, into a free slot; `wait_for_moves` must follow."""
         self._coming[(layer, expert)] = self._copy(host_slot, is_move=True)
-        self._count_move()
+        self.stats.num_moved += 1
+        self.stats.num_moves_done += 1
+        self._num_open -= 1
 
     def drop_moves(self, num_moves: int) -> None:
         """Count experts that were to be resident, and will not be."""
@@ -285,10 +309,11 @@ class Link:
         while self._in_flight and self._in_flight[0].is_done():
             self._in_flight.popleft()
         num_ended = self._num_copies - len(self._in_flight)
-        arrived = [key for key, a in self._coming.items() if a.is_move and a.order < num_ended]
-        for key in arrived:
-            self._coming[key].event.wait()  # ended already: raises what it failed with
-            self.ledger.bind(*key, self._coming.pop(key).slot)
+        for key, arrival in tuple(self._coming.items()):
+            if arrival.is_move and arrival.order < num_ended:
+                arrival.event.wait()  # ended already: raises what it failed with
+                self.ledger.bind(*key, arrival.slot)
+                del self._coming[key]
 
     @property
     def busy_s(self) -> float:
@@ -296,7 +321,14 @@ class Link:
         return len(self._in_flight) * self.link_s
 
     @property
+    def is_in_use(self) -> bool:
+        """True if anything is on its way or waits."""
+        return bool(self._in_flight or self._coming or self._ahead or self._moves or self._unproven)
+
+    @property
     def has_waiting(self) -> bool:
+        if not self._moves:
+            return bool(self._ahead)
         return bool(self._ahead) or self._has_movable()
 
     def pause(self) -> None:
@@ -310,6 +342,7 @@ class Link:
             self._drop_arrival(*key)
         self._forget_copies()
         self._last_use = [None] * self.ledger.max_slots
+        self._whole_use = [None] * self.ledger.num_layers
 
     def abandon(self) -> None:
         """Recover from a failure, when both streams are idle: forget arriving experts."""
@@ -320,6 +353,7 @@ class Link:
         self._coming.clear()
         self._forget_copies()
         self._last_use = [None] * self.ledger.max_slots
+        self._whole_use = [None] * self.ledger.num_layers
         self.ledger.reclaim()
 
     def _forget_copies(self) -> None:
@@ -337,7 +371,8 @@ class Link:
         source = self._host.slots.image(host_slot)
         event = self._device.copy(source, slot, self._last_use[slot])
         self._last_use[slot] = None  # the copy comes after it
-        self._host.used_by(host_slot, event)
+        if not self._host.is_permanent:
+            self._host.used_by(host_slot, event)
         self._in_flight.append(event)
         self._num_copies += 1
         if is_counted:
@@ -353,17 +388,19 @@ class Link:
                 self._coming[key] = self._copy(self._host.lease(*key), is_move=False)
                 self.stats.num_prefetched += 1
                 return True
-        move = self._next_move() if self._has_movable() else None
-        if move is not None:
-            self._begin_move(move, self._host.lease(move.layer, move.expert))
-        return move is not None
+        move = self._next_move()
+        if move is None:
+            return False
+        key = (move.layer, move.expert)
+        host = self._host
+        slot = int(host.ledger.table[key]) if host.is_permanent else host.lease(*key)
+        self._begin_move(move, slot)
+        return True
 
     def _has_movable(self) -> bool:
         """Return True if an expert that waits to become resident is in host memory."""
         host = self._host
         at_host = True if host.is_permanent else host.ledger.table != NO_SLOT
-        if not self._moves:
-            return False
         is_movable = self._waits & at_host
         if self._under_way is not None:
             is_movable[self._under_way] = False
@@ -375,13 +412,14 @@ class Link:
         Experts that are not in host memory or have no free slot keep waiting: their layer's next
         pass may read them, or a copy may end. Experts that arrived in another way are dropped.
         """
+        here, at_host = self.ledger.table, self._host.ledger.table
         for key, wanted in list(self._moves.items()):
-            if self.ledger.has(*key) or key in self._coming:
+            if here[key] != NO_SLOT or key in self._coming:
                 self._forget_move(key)
                 self.drop_moves(1)
             elif (
                 wanted.layer != self._under_way
-                and self._host.ledger.has(*key)
+                and at_host[key] != NO_SLOT
                 and self._has_room(wanted)
             ):
                 return wanted
@@ -389,18 +427,24 @@ class Link:
 
     def _begin_move(self, wanted: _Wanted, host_slot: int) -> None:
         key = (wanted.layer, wanted.expert)
-        self._forget_move(key)
-        self._evict(wanted.layer, wanted.victim)
+        del self._moves[key]
+        self._waits[key] = False
+        if wanted.victim is not None:
+            self._evict(wanted.layer, wanted.victim)
         self._coming[key] = self._copy(host_slot, is_move=True)
-        self._count_move()
+        self.stats.num_moved += 1
+        self.stats.num_moves_done += 1
+        self._num_open -= 1
 
     def _forget_move(self, key: tuple[int, int]) -> None:
         del self._moves[key]
         self._waits[key] = False
 
     def _has_room(self, wanted: _Wanted) -> bool:
-        num_freed = int(wanted.victim is not None and self._keeps(wanted.layer, wanted.victim))
-        return self.ledger.num_free + num_freed > self._num_demand_slots
+        num_spare = int(self.ledger.free.state[1]) - self._num_demand_slots
+        if num_spare or wanted.victim is None:
+            return num_spare > 0
+        return self._keeps(wanted.layer, wanted.victim)
 
     def _can_come(self, wanted: _Wanted) -> bool:
         key = (wanted.layer, wanted.expert)
@@ -408,25 +452,28 @@ class Link:
 
     def _keeps(self, layer: int, expert: int) -> bool:
         """Return True if an expert is resident or becoming so."""
+        if self.ledger.table[layer, expert] != NO_SLOT:
+            return True
         arrival = self._coming.get((layer, expert))
-        return self.ledger.has(layer, expert) or (arrival is not None and arrival.is_move)
-
-    def _count_move(self) -> None:
-        self.stats.num_moved += 1
-        self._count_done()
-
-    def _count_done(self) -> None:
-        self.stats.num_moves_done += 1
-        self._num_open -= 1
+        return arrival is not None and arrival.is_move
 
     def _evict(self, layer: int, expert: int | None) -> None:
         """Evict a resident, or an expert that is becoming one."""
         if expert is None:
             return
-        if self.ledger.has(layer, expert):
+        if self.ledger.table[layer, expert] != NO_SLOT:
+            if self._whole_use[layer] is not None:
+                self._divide_use(layer)
             self.ledger.evict(layer, expert)
         elif (layer, expert) in self._coming:
             self._drop_arrival(layer, expert)
+
+    def _divide_use(self, layer: int) -> None:
+        """Note the use of a whole layer for each of its slots."""
+        use, self._whole_use[layer] = self._whole_use[layer], None
+        if use is not None:
+            for slot in self.ledger.table[layer].tolist():
+                self._last_use[slot] = use
 
     def _drop_arrival(self, layer: int, expert: int) -> None:
         # Its copy may be running: the slot's next copy is queued after it.

@@ -68,13 +68,14 @@ class ExpertRows:
     of their own, with the bits of a pass over that chunk alone.
     """
 
-    __slots__ = ("_bounds", "_num_chunks", "counts", "part_of", "token_of")
+    __slots__ = ("_bounds", "_num_chunks", "counts", "is_known", "part_of", "token_of")
 
     def __init__(self, pairs: SortedPairs) -> None:
         self.token_of, self.part_of, self.counts = pairs
         # [num_experts * chunks + 1]: the sorted pairs of each expert's chunks follow each other.
         self._bounds: IntArray | None = None
         self._num_chunks = 1
+        self.is_known = False  # whether `bounds` needs no more synchronisation
 
     @classmethod
     def at_host(cls, experts: Tensor, num_experts: int) -> ExpertRows:
@@ -111,7 +112,8 @@ class ExpertRows:
 
         The first use is the layer's one device-to-host synchronisation.
         """
-        return self._chunk_bounds[:: self._num_chunks]
+        bounds = self._chunk_bounds if self._bounds is None else self._bounds
+        return bounds if self._num_chunks == 1 else bounds[:: self._num_chunks]
 
     @property
     def _chunk_bounds(self) -> IntArray:
@@ -123,13 +125,8 @@ class ExpertRows:
         """Compute `bounds` from a copy of `counts` in host memory."""
         bounds = np.zeros(len(host_counts) + 1, np.int64)
         host_counts.cumsum(out=bounds[1:])
-        self._bounds = bounds
+        self._bounds, self.is_known = bounds, True
         return bounds
-
-    @property
-    def is_known(self) -> bool:
-        """True if `bounds` needs no more synchronisation."""
-        return self._bounds is not None
 
     def pairs(self, expert: int) -> slice:
         """Return the sorted pairs of one expert."""
@@ -144,6 +141,10 @@ class ExpertRows:
 
     def pieces(self, expert: int) -> list[slice]:
         """Divide an expert's pairs into its products."""
+        if self._num_chunks == 1:
+            pairs = self.pairs(expert)
+            if pairs.stop - pairs.start <= TILE_ROWS:
+                return [pairs] if pairs.start < pairs.stop else []
         first = expert * self._num_chunks
         bounds = self._chunk_bounds[first : first + self._num_chunks + 1].tolist()
         return [
@@ -179,13 +180,14 @@ class ExpertRows:
         bounds = self._chunk_bounds.clip(pairs.start, pairs.stop) - pairs.start
         counts = torch.from_numpy(np.diff(bounds[:: self._num_chunks])).to(self.token_of.device)
         rows = ExpertRows(SortedPairs(self.token_of[pairs], self.part_of[:0], counts))
-        rows._bounds, rows._num_chunks = bounds, self._num_chunks
+        rows._bounds, rows._num_chunks, rows.is_known = bounds, self._num_chunks, True
         return rows
 
     def num_tokens(self, experts: IntArray | list[int]) -> IntArray:
         """Return the number of pairs of some experts."""
         experts = np.asarray(experts, np.int64)
-        num_tokens: IntArray = self.bounds[experts + 1] - self.bounds[experts]
+        bounds = self.bounds
+        num_tokens: IntArray = bounds[experts + 1] - bounds[experts]
         return num_tokens
 
     def most_tokens(self, experts: IntArray | list[int]) -> IntArray:

@@ -24,6 +24,7 @@ from torch import Tensor
 from lowtide.core import BoolArray, Demand, Facts, IntArray, MoEShape, Moves, Step
 from lowtide.experts.capacity import Capacity
 from lowtide.experts.compiled_residents import CompiledResidents
+from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.policy_facts import HostInputs, substituted_routing
@@ -273,16 +274,17 @@ class ExpertRuntime:
 
     def _run(self, call: LayerCall) -> None:
         """Run a layer: demand, substitute, decide, work, start reads, run, settle."""
-        executor, plan = self.executor, None
-        if not self._stays_whole(call.layer):
+        executor, plan, whole = self.executor, None, self._whole(call.layer)
+        if whole is None:
             call, plan = self._decide(call)
         work = Work(call, self._shape, executor.kernels)
-        if plan is None:
-            self.stats.num_expert_rows += (num_rows := call.routing.experts.numel())
+        if whole is not None:
+            num_rows = len(work.rows.token_of)
+            self.stats.num_expert_rows += num_rows
             self.stats.num_device_rows += num_rows
-        if plan is None and (self.use is not None or self._is_sampled):  # a synchronisation
-            self._hits[call.layer] += work.rows.counts.cpu().numpy()
-        executor.open(work, plan)
+            if self.use is not None or self._is_sampled:  # a synchronisation
+                self._hits[call.layer] += work.rows.counts.cpu().numpy()
+        executor.open(work, plan, whole)
         for tile in work.tiles():
             executor.run_tile(work, tile)
             if self.expert_observer is not None:  # before anything is written over `gate`
@@ -292,26 +294,29 @@ class ExpertRuntime:
 
     def _decide(self, call: LayerCall) -> tuple[LayerCall, Plan]:
         """Return the call to run, which a substitution may have changed, and its plan."""
-        at_host = self.executor.look(call, self.policies)
-        facts, run = self._facts(call, at_host), None
+        executor, policies = self.executor, self.policies
+        at_host = executor.look(call, policies)
+        facts = executor.facts(call, at_host, self.capacity.per_layer, policies.costs)
+        run, substituted = None, None
         self._count(call.layer, facts.demand)
-        substituted = self.policies.substitute(facts)
+        if policies.substitution is not None:
+            substituted = policies.substitute(facts)
         if substituted is not None:
             routing, experts = substituted_routing(substituted, call.routing, call.workspace)
             at_host = at_host._replace(experts=experts, routed=substituted)
             call = call._replace(routing=routing)
             run = self._facts(call, at_host)
-        self.executor.begin_reads(call.layer, (run or facts).demand.experts)
+        executor.begin_reads(call.layer, (run or facts).demand.experts)
         decision = self.policies.decide(facts, run)
         self._count_rows(facts, run, decision)
         moves = partial(self._moves, facts, decision)
         return call, Plan(facts, decision, at_host, self.policies.prefetch, moves)
 
-    def _stays_whole(self, layer: int) -> bool:
-        """Return True if a layer needs no policy; receipts need router weights in any case."""
+    def _whole(self, layer: int) -> ExpertGroup | None:
+        """Return a layer's experts if it needs no policy; receipts need router weights always."""
         if self.device is None or self.policies.receipts is not None:
-            return False
-        return self.device.stays_whole(layer, self.capacity)
+            return None
+        return self.device.whole(layer, self.capacity)
 
     def _facts(self, call: LayerCall, at_host: HostInputs) -> Facts:
         return self.executor.facts(call, at_host, self.capacity.per_layer, self.policies.costs)
@@ -332,7 +337,8 @@ class ExpertRuntime:
         place = self._place
         place.fill(_ON_DEVICE)
         place[decision.assignment.host] = _ON_HOST
-        is_read = self._is_read(known)
+        may_read = self.device is None or known.is_at_host is not None
+        is_read = self._is_read(known) if may_read else None
         if is_read is not None:
             place[is_read] = _FROM_DISK
             place[decision.assignment.resident] = _ON_DEVICE

@@ -80,7 +80,7 @@ class SlotLedger:
 
     @property
     def num_free(self) -> int:
-        return len(self.free)
+        return int(self.free.state[1])
 
     @property
     def num_slots(self) -> int:
@@ -115,7 +115,7 @@ class SlotLedger:
 
     def take(self) -> int:
         """Take a free slot."""
-        if not len(self.free):
+        if not self.free.state[1]:
             raise InternalError(f"All {self.num_slots} expert slots are in use.")
         slot = self.free.take()
         self.owner[slot] = TAKEN
@@ -123,7 +123,8 @@ class SlotLedger:
 
     def bind(self, layer: int, expert: int, slot: int) -> None:
         """Bind `expert` to a taken slot, which makes it resident."""
-        self._check_taken(slot)
+        if self.owner[slot] != TAKEN:
+            raise _not_taken(slot)
         if self.table[layer, expert] != NO_SLOT:
             raise InternalError(f"Expert {expert} of MoE layer {layer} is in a slot already.")
         self.owner[slot] = layer * self.num_experts + expert
@@ -131,7 +132,8 @@ class SlotLedger:
 
     def drop(self, slot: int) -> None:
         """Free a taken slot: its content is forgotten."""
-        self._check_taken(slot)
+        if self.owner[slot] != TAKEN:
+            raise _not_taken(slot)
         self._free_again(slot)
 
     def retire(self, slot: int) -> None:
@@ -152,7 +154,8 @@ class SlotLedger:
         if not self.is_bound(slot):
             raise InternalError(f"Slot {slot} holds no expert to move.")
         layer, expert = divmod(int(self.owner[slot]), self.num_experts)
-        self._check_taken(target)
+        if self.owner[target] != TAKEN:
+            raise _not_taken(target)
         self.evict(layer, expert)
         self.bind(layer, expert, target)
 
@@ -191,11 +194,14 @@ class SlotLedger:
 
         Weights are read-only, so nothing is copied back.
         """
-        slot = self.slot_of(layer, expert)
+        slot = int(self.table[layer, expert])
+        if slot == NO_SLOT:
+            raise InternalError(f"Expert {expert} of MoE layer {layer} is in no slot.")
         if self._num_leases[slot]:
             raise InternalError(f"Slot {slot} holds expert {expert}, which is in use.")
         self.table[layer, expert] = NO_SLOT
-        self._free_again(slot)
+        self.owner[slot] = FREE
+        self.free.add(slot)
 
     def reclaim(self, set_aside: Collection[int] = ()) -> None:
         """Free every taken slot except `set_aside`, and end all leases, since nothing uses them.
@@ -235,9 +241,9 @@ class SlotLedger:
         self.owner[slot] = FREE
         self.free.add(slot)
 
-    def _check_taken(self, slot: int) -> None:
-        if self.owner[slot] != TAKEN:
-            raise InternalError(f"Slot {slot} is not taken.")
+
+def _not_taken(slot: int) -> InternalError:
+    return InternalError(f"Slot {slot} is not taken.")
 
 
 class ExpertSlots:

@@ -10,7 +10,7 @@ no bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -59,11 +59,12 @@ class Work:
         if chunk_ends:
             self.rows = ExpertRows.of_chunks(pairs, experts, chunk_ends)
 
-    def tiles(self) -> Iterator[Tile]:
-        """Iterate over all pairs, ascending by expert; a single tile needs no synchronisation."""
+    def tiles(self) -> Iterable[Tile]:
+        """Divide all pairs, ascending by expert; a single tile needs no synchronisation."""
         num_pairs, most = len(self.rows.token_of), len(self.buffers.parts)
-        for pairs in [slice(0, num_pairs)] if num_pairs <= most else self.rows.tiles(most):
-            yield Tile(self.rows.tile(pairs), pairs, pairs.stop == num_pairs)
+        if num_pairs <= most:
+            return (Tile(self.rows, slice(0, num_pairs), True),)
+        return self._several_tiles(num_pairs, most)
 
     def is_finished(self, expert: int, tile: Tile) -> bool:
         """Return True if no later tile has rows of the expert."""
@@ -105,6 +106,10 @@ class Work:
                 term.mul_(weights[part, None])
                 # An expert has each token at most once, so no two rows add to the same place.
                 self._out[:, columns].index_add_(0, rows.token_of[part], term)
+
+    def _several_tiles(self, num_pairs: int, most: int) -> Iterator[Tile]:
+        for pairs in self.rows.tiles(most):
+            yield Tile(self.rows.tile(pairs), pairs, pairs.stop == num_pairs)
 
     @cached_property
     def _pair_weights(self) -> Tensor:

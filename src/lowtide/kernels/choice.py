@@ -88,11 +88,11 @@ def why_no_triton(device: torch.device) -> str | None:
 
 @functools.cache
 def compiled_buddies() -> CompiledBuddies | None:
-    """Load the compiled substitution; None, with one warning, where it cannot be compiled."""
+    """Load the compiled decisions; None, with one warning, where they cannot be compiled."""
     try:
         return CompiledBuddies(load_part(DECISIONS))
     except (StorageError, UnsupportedError) as error:
-        _log.warning("%s Substitution will take longer: it is decided in Python.", error)
+        _log.warning("%s Decisions will take longer: they are made in Python.", error)
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ because it decides bits.
 
 SPLIT_OPERATIONS = 1 << 23
 """Multiplications and additions below which another thread is not worth its cost."""
+
+_ONE_ROW = (slice(0, 1),)
 
 Read = Callable[[int, int], tuple[Tensor, Tensor]]
 """Reads keys and values of one layer up to a position, from another on.
@@ -66,7 +68,7 @@ def attend_causal_segment(
     has_row_kernel = kernels.attends_rows(query)
     num_rows = segment.stop - segment.start
     by_rows = has_row_kernel and segment.goes_by_rows
-    for tile in pieces(num_rows, 1) if by_rows else tiles(num_rows, CAUSAL_ROWS):
+    for tile in _ONE_ROW if num_rows == 1 else _row_tiles(num_rows, by_rows):
         rows = slice(segment.start + tile.start, segment.start + tile.stop)
         position = segment.first_position + tile.start
         first = max(0, position - window + 1) if window else 0  # first position that the tile sees
@@ -82,20 +84,25 @@ def attend_causal_segment(
             _attend_tile(whole, window, compute)
 
 
+def _row_tiles(num_rows: int, by_rows: bool) -> Iterable[slice]:
+    return pieces(num_rows, 1) if by_rows else tiles(num_rows, CAUSAL_ROWS)
+
+
 def _attend_tile(tile: _Tile, window: int, compute: Compute) -> None:
     """Attend with all heads, on the executor's threads if there is enough work."""
     workspace, executor, position = compute.workspace, compute.executor, tile.position
     kv_heads, group, rows, _ = tile.query.shape
-    with workspace.scope():
-        query = workspace.take("query", tuple(tile.query.shape), tile.query.dtype)
-        tile = tile._replace(query=query.copy_(tile.query))
-        if rows > 1 and 0 < window < position + rows:
-            tile = tile._replace(band=_band(rows, position, window, query.dtype, workspace))
+    before = workspace.state
+    query = workspace.take("query", tuple(tile.query.shape), tile.query.dtype)
+    tile = tile._replace(query=query.copy_(tile.query))
+    if rows > 1 and 0 < window < position + rows:
+        tile = tile._replace(band=_band(rows, position, window, query.dtype, workspace))
+    if query.is_meta:  # counted
         workspace.library("attention", _causal_bytes(tile))
-        is_divided = 4 * query.numel() * tile.keys.shape[1] >= SPLIT_OPERATIONS
-        if group <= MAX_GROUP and not is_divided:  # parts cost as much as small operators
-            _attend_heads(tile)
-            return
+    is_divided = 4 * query.numel() * tile.keys.shape[1] >= SPLIT_OPERATIONS
+    if group <= MAX_GROUP and not is_divided:  # parts cost as much as small operators
+        _attend_heads(tile)
+    else:
         num_pieces = executor.num_threads if is_divided else 1
         works = [
             partial(_attend_heads, tile.part(heads, queries))
@@ -107,6 +114,7 @@ def _attend_tile(tile: _Tile, window: int, compute: Compute) -> None:
                 work()
         else:
             executor.run(works)
+    workspace.reset(before)
 
 
 def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: Buffers) -> Tensor:

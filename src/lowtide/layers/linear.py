@@ -39,6 +39,12 @@ class Linear:
         self._bias = bias
         self._weight = weight
         self._pieces = _pieces(weight, compute.executor.num_threads)
+        self._tile_rows = TILE_ROWS
+        self._whole: Tensor | None = None
+        if isinstance(weight, Tensor):
+            self._tile_rows = PRODUCT_ROWS
+            if len(self._pieces) == 1:  # never divided: a tile is one call
+                self._whole = weight.t()
 
     @property
     def product(self) -> Product:
@@ -50,8 +56,11 @@ class Linear:
         Tiles of equal length are queued together. A product is divided by its tile alone, because
         beyond `PRODUCT_ROWS` rows the division of features decides bits.
         """
-        tile_rows = PRODUCT_ROWS if isinstance(self._weight, Tensor) else TILE_ROWS
-        for _, parts in groupby(tiles_of(x, tile_rows), num_rows_of):
+        if self._whole is not None and x.shape[0] <= self._tile_rows:
+            num_cores = self._compute.executor.num_cores
+            self._compute.kernels.multiply(x, self._whole, self._bias, out, num_cores)
+            return
+        for _, parts in groupby(tiles_of(x, self._tile_rows), num_rows_of):
             self._run(list(parts), x, out)
 
     def _run(self, parts: Sequence[slice], x: Tensor, out: Tensor) -> None:

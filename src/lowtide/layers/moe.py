@@ -64,11 +64,15 @@ class MoELayer:
         router_input: hidden states by which experts are chosen, by default `x`.
         """
         workspace = self._compute.workspace
-        with workspace.scope():
-            routing = self.router.route(x if router_input is None else router_input, batch.segments)
-            routed = workspace.take("routed", tuple(x.shape), torch.float32)
-            self.run_experts(x, routing, batch.step, routed)
+        before = workspace.state
+        routing = self.router.route(x if router_input is None else router_input, batch.segments)
+        routed = workspace.take("routed", tuple(x.shape), torch.float32)
+        self.run_experts(x, routing, batch.step, routed)
+        if self._shared is None:
+            out.copy_(routed)
+        else:
             self._add_to_routed(x, routed, out)
+        workspace.reset(before)
 
     def forward_chunks(self, x: Tensor, chunks: Sequence[tuple[slice, Batch]], out: Tensor) -> None:
         """Compute several chunks of a prompt as `forward` does each, and read experts once for all.
@@ -101,10 +105,11 @@ class MoELayer:
         """
         workspace = self._compute.workspace
         scores = self.router.scores(x) if self.experts.asks_scores else None
-        with workspace.scope():
-            self.experts.forward(
-                LayerCall(self.index, x, routing, step, workspace, out, scores, chunk_ends)
-            )
+        before = workspace.state
+        self.experts.forward(
+            LayerCall(self.index, x, routing, step, workspace, out, scores, chunk_ends)
+        )
+        workspace.reset(before)
 
     def register_experts(self, x: Tensor, num_chosen: int, step: Step) -> None:
         """Register the memory of `run_experts` for rows x [rows, hidden] on the meta device."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.kernels.layer_parts import NormParts
 from lowtide.layers.rows import in_tiles
+from lowtide.memory.workspace import TILE_ROWS
 
 
 class Norm:
@@ -26,7 +27,12 @@ class Norm:
     def of(self, x: Tensor) -> Tensor:
         """Normalise x [rows, hidden] into a buffer that lives until the enclosing scope ends."""
         normed = self._compute.workspace.take("normed", tuple(x.shape), x.dtype)
-        self.write(x, normed)
+        if x.shape[0] > TILE_ROWS:
+            in_tiles(self._run, x, normed)
+        else:
+            compute = self._compute
+            num_cores = compute.executor.num_cores
+            compute.kernels.rms_norm(x, self.weight, self.eps, compute.workspace, normed, num_cores)
         return normed
 
     def write(self, x: Tensor, out: Tensor) -> None:

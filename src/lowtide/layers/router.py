@@ -138,10 +138,13 @@ class SigmoidRouter(Router):
         return None if self.capacity else RouterParts(self.weight, self.bias, self._choice)
 
     def _choose(self, x: Tensor) -> Routing:
-        with self.compute.workspace.scope():
-            self._declare(x)
-            logits = self._logits(x)
-            return Routing(*self.compute.kernels.choose_experts(logits, self.bias, self._choice))
+        workspace = self.compute.workspace
+        before = workspace.state
+        self._declare(x)
+        logits = self._logits(x)
+        chosen = self.compute.kernels.choose_experts(logits, self.bias, self._choice)
+        workspace.reset(before)
+        return Routing(*chosen)
 
     def _declare(self, x: Tensor) -> None:
         """Declare scores, ranks, masks and top-k results: small, and without `out=` forms."""
@@ -215,9 +218,10 @@ class SoftmaxRouter(Router):
         workspace = self.compute.workspace
         # Logits, probabilities, ranks and top-k results: small, and without `out=` forms.
         workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
-        with workspace.scope():
-            logits = self._logits(x)
-            return Routing(*self.compute.kernels.choose_experts(logits, None, self._choice))
+        before = workspace.state
+        chosen = self.compute.kernels.choose_experts(self._logits(x), None, self._choice)
+        workspace.reset(before)
+        return Routing(*chosen)
 
     @cached_property
     def _choice(self) -> ExpertChoice:
@@ -246,15 +250,17 @@ class TopSoftmaxRouter(Router):
         return RouterParts(self.weight, None, self._choice, self.bias)
 
     @property
-    def _logit_bias(self) -> Tensor:
+    def _logit_bias(self) -> Tensor | None:
         return self.bias
 
     def _choose(self, x: Tensor) -> Routing:
         # Top-k results: small, and without `out=` forms.
-        self.compute.workspace.library("router", 4 * 4 * x.shape[0] * self.weight.shape[0])
-        with self.compute.workspace.scope():
-            logits = self._logits(x)
-            return Routing(*self.compute.kernels.choose_experts(logits, None, self._choice))
+        workspace = self.compute.workspace
+        workspace.library("router", 4 * 4 * x.shape[0] * self.weight.shape[0])
+        before = workspace.state
+        chosen = self.compute.kernels.choose_experts(self._logits(x), None, self._choice)
+        workspace.reset(before)
+        return Routing(*chosen)
 
     @cached_property
     def _choice(self) -> ExpertChoice:

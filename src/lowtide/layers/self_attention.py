@@ -182,8 +182,9 @@ class GroupedAttention:
         """
         kernels, workspace = self._compute.kernels, self._compute.workspace
         num_cores = self._compute.executor.num_cores
-        with workspace.scope():
-            products.forward(inputs.norm.of(inputs.x[tile]), out.view(len(out), -1))
+        before = workspace.state
+        products.forward(inputs.norm.of(inputs.x[tile]), out.view(len(out), -1))
+        workspace.reset(before)
         num_turned, rope = num_queries + self._spec.num_kv_heads, self._spec.rope
         turned, values = out[:, :num_turned], out[:, num_turned:]
         if self._value_norm is not None and values.shape[1]:
@@ -191,14 +192,14 @@ class GroupedAttention:
         if rope is None:
             self._normalise(turned, num_queries)
             return
-        with workspace.scope():
-            rotation = inputs.rotations.of(rope, tile)
-            if self._norms is None:
-                kernels.rotate(turned, rotation, workspace, num_cores)
-            else:
-                kernels.normalise_and_rotate(
-                    turned, num_queries, self._norms, self._eps, rotation, workspace, num_cores
-                )
+        rotation = inputs.rotations.of(rope, tile)
+        if self._norms is None:
+            kernels.rotate(turned, rotation, workspace, num_cores)
+        else:
+            kernels.normalise_and_rotate(
+                turned, num_queries, self._norms, self._eps, rotation, workspace, num_cores
+            )
+        workspace.reset(before)
 
     def _normalise(self, turned: Tensor, num_queries: int) -> None:
         """Normalise queries and keys where nothing rotates them; they are [rows, heads, dim]."""
@@ -219,14 +220,15 @@ class GroupedAttention:
                 gates = workspace.take("attention gate", tuple(attended.shape), x.dtype)
                 self._gate.forward(norm.of(x), gates)
                 attended.mul_(gates.sigmoid_())
-        with workspace.scope():
-            update = workspace.take("update", tuple(x.shape), x.dtype)
-            self._output.forward(attended, update)
-            if self._post_norm is not None:
-                self._post_norm.apply(update)
-            if self._factor != 1:
-                update.mul_(self._factor)
-            x.add_(update)
+        before = workspace.state
+        update = workspace.take("update", tuple(x.shape), x.dtype)
+        self._output.forward(attended, update)
+        if self._post_norm is not None:
+            self._post_norm.apply(update)
+        if self._factor != 1:
+            update.mul_(self._factor)
+        x.add_(update)
+        workspace.reset(before)
 
 
 def _move(window: Tensor, start: int, num_rows: int) -> None:

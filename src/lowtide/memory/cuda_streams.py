@@ -101,8 +101,11 @@ class CudaEvent:
             return True
 
     def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        with device_errors("running what was queued"):
-            _wait_until(self.recorded.query, limit_s)
+        try:
+            if not self.recorded.query():
+                _wait_until(self.recorded.query, limit_s)
+        except RuntimeError as error:
+            raise device_error("running what was queued", error) from error
 
     def wait_until_ended(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Wait as `wait` does, but ignore failures of the work."""
@@ -167,7 +170,12 @@ def device_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise DeviceError(f"The GPU failed while {doing}: {error}") from error
+        raise device_error(doing, error) from error
+
+
+def device_error(doing: str, error: RuntimeError) -> DeviceError:
+    """Return the typed error; for calls in every layer, to which a context adds three."""
+    return DeviceError(f"The GPU failed while {doing}: {error}")
 
 
 @contextmanager

@@ -58,11 +58,11 @@ class PinnedMemory:
         """Return True if all bytes of a contiguous tensor are in a registered range."""
         start = tensor.data_ptr()
         stop = start + tensor.nbytes
-        return any(
-            first <= start and stop <= first + pinned.nbytes
-            for pinned in self._ranges
-            for first in (pinned.data_ptr(),)
-        )
+        for pinned in self._ranges:
+            first = pinned.data_ptr()
+            if first <= start and stop <= first + pinned.nbytes:
+                return True
+        return False
 
     def _pin(self, memory: Tensor) -> bool:
         if not memory.nbytes:

@@ -466,8 +466,9 @@ class _UsualBlock(Block):
 
     def _attend(self, x: Tensor, batch: Batch, rotations: Rotations) -> None:
         if self._attention is not None and self._attention_norm is not None:
-            with self._workspace.scope():
-                self._attention.forward(x, self._attention_norm, batch, rotations)
+            before = self._workspace.state
+            self._attention.forward(x, self._attention_norm, batch, rotations)
+            self._workspace.reset(before)
 
     def _run_mlp(self, x: Tensor, batch: Batch) -> None:
         if self._mlp_norm is None:
@@ -476,14 +477,15 @@ class _UsualBlock(Block):
             add = partial(self._add_mlp, self._dense, self._mlp_norm)
             in_chunks("mlp", self._workspace, add, x)
         elif self._moe is not None:
-            with self._workspace.scope():
-                update = self._mlp_norm.of(x)  # what it is made of, to begin with
-                beside = None
-                if self._dense is not None:
-                    beside = self._workspace.take("dense", tuple(x.shape), x.dtype)
-                    in_chunks("mlp", self._workspace, self._dense.forward, update, beside)
-                self._moe.forward(update, batch, update)
-                self._add(update if beside is None else update.add_(beside), x)
+            before = self._workspace.state
+            update = self._mlp_norm.of(x)  # what it is made of, to begin with
+            beside = None
+            if self._dense is not None:
+                beside = self._workspace.take("dense", tuple(x.shape), x.dtype)
+                in_chunks("mlp", self._workspace, self._dense.forward, update, beside)
+            self._moe.forward(update, batch, update)
+            self._add(update if beside is None else update.add_(beside), x)
+            self._workspace.reset(before)
 
     def _run_experts(self, moe: MoELayer, norm: Norm, x: Tensor, chunks: Sequence[Chunk]) -> None:
         """Add the experts of several chunks, and the dense MLP beside them if there is one."""

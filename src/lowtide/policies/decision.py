@@ -113,7 +113,8 @@ class Policies:
         moves = decision.moves
         if moves is None:
             moves = self._moves(facts, decision)
-        self._settle(facts, decision, moves)
+        if self.receipts is not None:
+            self._settle(self.receipts, facts, decision, moves)
         return moves
 
     def _moves(self, facts: Facts, decision: Decision) -> Moves:
@@ -131,10 +132,10 @@ class Policies:
         chosen = of_those(moves, np.append(decision.assignment.host, later))
         return chosen._replace(admit=chosen.admit[~np.isin(chosen.admit, later)], later=later)
 
-    def _settle(self, facts: Facts, decision: Decision, moves: Moves) -> None:
+    def _settle(self, receipts: Receipts, facts: Facts, decision: Decision, moves: Moves) -> None:
         """Record a substitution's savings against the assignment of the router's choice."""
         run = decision.run
-        if self.receipts is None or run is None or facts.routing is None or run.routing is None:
+        if run is None or facts.routing is None or run.routing is None:
             return
         before = brought_bytes(facts, self.assign(facts))
         after = brought_bytes(run, decision.assignment)
@@ -142,7 +143,7 @@ class Policies:
         for experts in (moves.admit, moves.later):
             before[experts] = after[experts]
         net_bytes = float(before.sum() - after.sum())
-        self.receipts.settle(facts.routing, run.routing, (before - after).clip(0), net_bytes)
+        receipts.settle(facts.routing, run.routing, (before - after).clip(0), net_bytes)
 
 
 def brought_bytes(facts: Facts, assignment: Assignment) -> FloatArray:

@@ -62,6 +62,7 @@ class Lowtide(Placement):
         self._is_fetched = np.zeros(num_experts, np.bool_)  # in the step of one layer
         per_layer = np.inf if max_step_bytes is None else max_step_bytes / max(1, num_layers)
         self._max_moves = per_layer / costs.expert_bytes
+        self._fetch_s = costs.fetch_s
         self._credit = [0.0] * num_layers  # moves that a layer may still make
         self._busy = [0.0] * num_layers  # share of its time that demand keeps the link: a mean
 
@@ -98,12 +99,13 @@ class Lowtide(Placement):
 
     def update(self, facts: Facts) -> Moves:
         ranks, layer = self.ranks_for(facts), facts.layer
+        tau = interval(self._tau)
         self._is_fetched[facts.fetched] = True
-        worth_s = self._watch_link(facts) or self._forecast.worth_s[layer]
+        worth_s = self._watch_link(facts, tau) or self._forecast.worth_s[layer]
         is_over = self._num_residents[layer] > ranks.room[layer]
         moves = NO_MOVES
         if is_over or self._credit[layer] >= 1 or len(facts.fetched):
-            moves = self._affordable(facts, ranks, worth_s)
+            moves = self._affordable(facts, ranks, worth_s, tau)
         self._is_fetched.fill(False)
         return moves
 
@@ -122,13 +124,13 @@ class Lowtide(Placement):
         saved_s = np.maximum(0.0, np.minimum(absent_s, host_s) - device_s)
         return np.stack([device_s, host_s, saved_s], axis=-1)
 
-    def _watch_link(self, facts: Facts) -> float:
+    def _watch_link(self, facts: Facts, tau: int) -> float:
         """Learn how busy demand keeps the link, and grant moves for its idle time.
 
         Returns the worth of having all activated experts resident.
         """
         layer, demand, costs = facts.layer, facts.demand, facts.costs
-        num_tokens, fetch_s = demand.num_tokens, costs.fetch_s
+        num_tokens, fetch_s = demand.num_tokens, self._fetch_s
         if not len(num_tokens):
             return 0.0
         link_s = len(facts.fetched) * fetch_s
@@ -142,21 +144,21 @@ class Lowtide(Placement):
         busy = link_s / max(layer_s, 1e-30)
         self._busy[layer] += 0.5 * (busy - self._busy[layer])
         granted = min(self._max_moves, (layer_s - link_s) / fetch_s)
-        most = max(1.0, granted) * self.tau
+        most = max(1.0, granted) * tau
         self._credit[layer] = min(self._credit[layer] + granted, most)
         return float(worth_s)
 
-    def _affordable(self, facts: Facts, ranks: Ranks, worth_s: float) -> Moves:
+    def _affordable(self, facts: Facts, ranks: Ranks, worth_s: float, tau: int) -> Moves:
         """Return the moves that pay within the rest of the interval.
 
         These are the moves that cost nothing and, best first, as many others as the credit allows.
         """
         step, layer = facts.step, facts.layer
         is_prefill = step.kind is StepKind.PREFILL
-        remaining = self.tau if is_prefill else self.tau - step.index % self.tau
+        remaining = tau if is_prefill else tau - step.index % tau
         net_s = ranks.rank[layer].clip(0.0) * (worth_s * remaining)
         is_paid = ~(facts.is_kept | self._is_fetched)
-        net_s[is_paid] -= facts.costs.fetch_s * self._busy[layer]
+        net_s[is_paid] -= self._fetch_s * self._busy[layer]
         paid = (is_paid & (net_s > 0)).nonzero()[0]
         too_many = paid[(-net_s[paid]).argsort(kind="stable")][int(self._credit[layer]) :]
         net_s[too_many] = 0.0

@@ -193,7 +193,7 @@ class PaysOff(Prefetch):
         self._last_layer = -1
 
     def wants_prediction(self, layer: int) -> bool:
-        return self._inner.wants_prediction(layer) and self._is_watched(layer)
+        return self._is_watched(layer) and self._inner.wants_prediction(layer)
 
     def score(self, ahead: Ahead) -> FloatArray | IntArray:
         return self._inner.score(ahead)

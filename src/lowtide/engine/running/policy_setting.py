@@ -114,7 +114,7 @@ def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
     host, device = experts.host, experts.device
     shape, cores_per_expert = engine.model.config.moe_shape, engine.executor.cores_per_expert
     compute_s = measure_compute(host.slots.layout, shape, engine.kernels, cores_per_expert)
-    choice = PolicyChoice.of(options)
+    choice = PolicyChoice.of(options, engine.plan.gpu is not None)
     policies = make_engine_policies(choice, plan, calibration, compute_s, host, device)
     if engine.elastic is not None:
         engine.elastic.restore()
@@ -132,12 +132,12 @@ class PolicyChoice(NamedTuple):
     policy: str
     options: Mapping[str, str]
     seed: int
-    twins: BuddyTwins | None  # compiled, where kernels may be and the policy substitutes
+    twins: BuddyTwins | None  # compiled, where kernels may be and layers wait for decisions
 
     @classmethod
-    def of(cls, options: RunOptions) -> PolicyChoice:
+    def of(cls, options: RunOptions, has_device: bool = False) -> PolicyChoice:
         asked = options.asked
-        is_compiled = options.changes_words and asked.kernels != "reference"
+        is_compiled = (options.changes_words or has_device) and asked.kernels != "reference"
         twins = compiled_buddies() if is_compiled else None
         return cls(asked.policy, asked.policy_options, asked.seed or 0, twins)
 

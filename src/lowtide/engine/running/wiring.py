@@ -117,7 +117,8 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         if memory.experts is not None:
             lent = None if shared is None else shared.open_slots(shape)
             parts = ExpertParts(memory.experts, plan, kernels, reader, executor, lent)
-            choice, cores = PolicyChoice.of(options), executor.cores_per_expert
+            choice = PolicyChoice.of(options, plan.gpu is not None)
+            cores = executor.cores_per_expert
             compute_s = measure_compute(memory.experts.layout, shape, kernels, cores)
             experts, home = load_experts(
                 parts,
