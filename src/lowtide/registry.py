@@ -119,13 +119,15 @@ class Registry(MutableMapping[str, T]):
             value = point.load()
         except Exception as error:  # whatever a stranger's module raises
             raise UsageError(
-                f"The {self._noun} {point.name!r} cannot be imported from {point.value}: {error}"
+                f"The {self._noun} {point.name!r} cannot be imported from {point.value}: {error}. "
+                "Mend the package that names it, or uninstall it."
             ) from error
         return self._checked(value, f"{point.name} ({point.value})")
 
     def _checked(self, value: object, name: str) -> T:
         if not isinstance(value, self._kind):
             raise UsageError(
-                f"The {self._noun} {name} must be a {self._kind.__name__}, not {value!r}."
+                f"The {self._noun} {name} must be a {self._kind.__name__}, not {value!r:.80}; mend "
+                "the code that registers it."
             )
         return value

@@ -217,7 +217,9 @@ def read_kept(path: Path, identity: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises CheckpointError, and ValueError for a file that is of something else.
     """
-    content = read_object(path, MAX_FILE_BYTES, way_out="remove it, and what it keeps is measured")
+    content = read_object(
+        path, MAX_FILE_BYTES, way_out="remove it, and its costs are measured again"
+    )
     if content.get("of") != json.loads(json.dumps(identity)):
         raise ValueError("it is of another machine, model or version")
     return content
