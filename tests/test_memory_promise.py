@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -233,6 +234,85 @@ print(json.dumps({
 """
 
 
+DELTA_NETS = {
+    "num_hidden_layers": 4,
+    "num_experts": 24,
+    **{f"linear_num_{part}_heads": count for part, count in (("key", 8), ("value", 16))},
+    **{f"linear_{part}_head_dim": 128 for part in ("key", "value")},
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": DELTA_NETS,
+    "qwen3_next": DELTA_NETS,
+    "lfm2_moe": {
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "conv", "full_attention"] + ["conv"] * 2,
+    },
+}
+"""Families whose layers keep states, with what differs from their small size.
+
+Heads of delta-nets are as published, half as many.
+"""
+
+TALKS_CHILD = """
+import json, random, sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from lowtide import SamplingParams
+from lowtide.engine.running.worker import Worker
+from lowtide.hardware.memory import peak_resident_bytes, reset_peak
+from lowtide.llm import LLM
+
+folder, seed, options = json.loads(sys.argv[1])
+draw, peaks, running, shares, talks = random.Random(seed), [], [], [], []
+step = Worker._step
+
+def watch(self):
+    reset_peak()
+    step(self)
+    peaks.append(peak_resident_bytes())
+    running.append(self._decoder.num_running)
+    if self.engine.elastic is not None:
+        shares.append(sum(self.engine.elastic._shared.budget.shares().values()))
+
+def prompt():
+    text = draw.choice(talks[-3:]) if talks and draw.random() < 0.7 else []
+    text = text[: len(text) - draw.choice([0, 0, 0, 5, 60])]
+    added = [draw.randrange(8000) for _ in range(draw.choice([3, 20, 40, 90, 300, 700]))]
+    return (text + added)[-900:] if len(text) < 60 else (text + added)[:900]
+
+def params():
+    return SamplingParams(max_tokens=draw.randint(1, 12), ignore_eos=True)
+
+def cancelled(llm, tokens, asked, num_events):
+    with closing(llm.stream(tokens, asked)) as events:
+        for number, _ in enumerate(events):
+            if number == num_events:
+                return
+
+Worker._step = watch
+num_resumed = num_cancelled = 0
+with LLM(folder, **options) as llm, ThreadPoolExecutor(1) as threads:
+    while len(peaks) < 100:
+        prompts = [prompt() for _ in range(draw.choice([1, 1, 1, 2, 8]))]
+        other = None
+        if draw.random() < 0.5:
+            other = threads.submit(cancelled, llm, prompt(), params(), draw.randrange(4))
+            num_cancelled += 1
+        for tokens, answer in zip(prompts, llm.generate(prompts, params()), strict=True):
+            num_resumed += answer.usage.cached_tokens > 0
+            talks.append([*tokens, *answer.token_ids])
+        if other is not None:
+            other.result()
+    plan = llm.plan
+print(json.dumps({
+    "allowed_bytes": plan.budget_bytes + plan.overhead_bytes,
+    "state_bytes": plan.host.state_bytes,
+    "peaks": peaks, "running": running, "shares": shares,
+    "num_resumed": num_resumed, "num_cancelled": num_cancelled,
+}))
+"""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_checkpoint(SIZE, tmp_path_factory.mktemp("promise") / "model")
@@ -356,6 +436,32 @@ def test_several_chunks_of_a_prompt_are_within_the_budget(tmp_path: Path) -> Non
     measured = measure(folder, [[3 * CONTEXT]], host_memory=budget, context=4 * CONTEXT)
     assert measured["prompt_chunks"] > 1
     check_promise(measured)
+
+
+@pytest.mark.parametrize(
+    ("family", "share"),
+    [("qwen3_5_moe", 0.0), ("qwen3_5_moe", 1.0), ("qwen3_next", 0.4), ("lfm2_moe", 0.2)],
+)
+def test_a_hundred_passes_of_a_hybrid_are_within_the_plan(
+    family: str, share: float, tmp_path: Path
+) -> None:
+    """Batches, next turns, edited and cancelled ones as they are drawn; and nothing adds up."""
+    size, rng = families()[family].sizes()["small"], Random(f"{family} {share}")
+    config = {**size.config, **HYBRIDS[family], "vocab_size": 8192}
+    config |= {"eos_token_id": EOS, "pad_token_id": EOS}
+    folder = write_checkpoint(replace(size, config=config, eos_token_id=EOS), tmp_path / family)
+    plan = plan_model(folder, context=2 * CONTEXT)
+    share *= 1 if share == 1 else rng.uniform(0.8, 1.2)
+    budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
+    options = {"context": 2 * CONTEXT, "host_memory": budget}
+    measured = run_child(TALKS_CHILD, str(folder), rng.randrange(100), options)
+    peaks, shares = measured["peaks"], measured["shares"]
+    assert max(peaks) <= measured["allowed_bytes"] and max(shares, default=0) <= budget
+    half = len(peaks) // 2
+    assert max(peaks[half:]) <= max(peaks[:half]) + 2 * SLACK_BYTES
+    assert len(peaks) >= 100 and bool(shares) == (share < 1) and measured["state_bytes"]
+    assert max(measured["running"]) > 2
+    assert measured["num_resumed"] and measured["num_cancelled"]
 
 
 def test_in_float32_too(model: Path) -> None:
