@@ -26,7 +26,15 @@ from common.arguments import add_model, make_parser, run_script
 from common.ceilings import read_ceiling
 from common.models import model_folder
 from common.record import Recorder, say
-from common.turns import LAST_TURN, NEW_TOKENS, bare_pass_s, next_turn, text_ids, turn_params
+from common.turns import (
+    LAST_TURN,
+    NEW_TOKENS,
+    answered,
+    as_ratios,
+    next_turn,
+    text_ids,
+    timed_turns,
+)
 
 from lowtide import LLM
 from lowtide.core import Reuse
@@ -46,9 +54,8 @@ def main() -> None:
     plan = plan_model(folder, **chosen)
     budget = budget_of_share(plan, options.share)
     with LLM(folder, host_memory=budget, **chosen) as llm:
-        turns = _turns(llm, options.behind)
+        values = as_ratios(timed_turns(llm, options.behind))
         cost = _keeping_cost(llm, min(options.behind, 512), options.repeats)
-        ratios = [turn / bare for turn, bare in turns]
         settings = {
             "model": folder.name,
             "share": options.share,
@@ -58,15 +65,7 @@ def main() -> None:
             "policy": llm.plan.policy,
             "repeats": options.repeats,
         }
-    values = {
-        "first_s": statistics.median(turn for turn, _ in turns),
-        "bare_s": statistics.median(bare for _, bare in turns),
-        "ratio": statistics.median(ratios),
-        "ratios": [round(ratio, 3) for ratio in ratios],
-        "wanted_ratio": 1.10,
-        "keeping_cost": cost,
-        "wanted_keeping_cost": 0.01,
-    }
+    values |= {"keeping_cost": cost, "wanted_keeping_cost": 0.01}
     if options.restarts:
         chosen["host_memory"] = budget
         values |= _after_restarts(folder, chosen, options.behind, options.restarts)
@@ -75,27 +74,6 @@ def main() -> None:
         f"{options.behind} tokens behind: {values['ratio']:.3f} of the bare pass "
         f"({values['first_s'] * 1e3:.1f} ms), keeping costs {cost:.1%}"
     )
-
-
-def _turns(llm: LLM, num_behind: int) -> list[tuple[float, float]]:
-    """Of turns 2 to 8, in seconds: to the first token, and of the bare pass."""
-    text = text_ids(llm, num_behind, 0)
-    text += _answer(llm, text)
-    times = []
-    for turn in range(2, LAST_TURN + 1):
-        prompt = [*text, *text_ids(llm, NEW_TOKENS, turn)]
-        before = [bare_pass_s(llm, prompt)] if turn % 2 else []
-        first_s, answer, num_cached = next_turn(llm, prompt)
-        if num_cached < num_behind - 64:
-            raise SystemExit(f"Turn {turn} took over {num_cached} tokens of {num_behind}.")
-        [bare_s] = before or [bare_pass_s(llm, prompt, num_cached)]
-        times.append((first_s, bare_s))
-        text = [*prompt, *answer]
-    return times
-
-
-def _answer(llm: LLM, prompt: list[int]) -> list[int]:
-    return llm.generate([prompt], turn_params())[0].token_ids
 
 
 def _after_restarts(
@@ -107,7 +85,7 @@ def _after_restarts(
         chosen = {**chosen, "cache_dir": place}
         with LLM(folder, **chosen) as llm:
             text = text_ids(llm, num_behind, 0)
-            text += _answer(llm, text)
+            text += answered(llm, text)
         for restart in range(count):
             [file] = Path(place).iterdir()
             num_bytes = file.stat().st_size
@@ -138,7 +116,7 @@ def _keeping_cost(llm: LLM, num_prompt: int, repeats: int) -> float:
         for reuse in (Reuse.ON, Reuse.OFF) if repeat % 2 else (Reuse.OFF, Reuse.ON):
             _set_reuse(llm, reuse)
             start_s = time.perf_counter()
-            _answer(llm, text_ids(llm, num_prompt, 100 + 2 * repeat + (reuse is Reuse.ON)))
+            answered(llm, text_ids(llm, num_prompt, 100 + 2 * repeat + (reuse is Reuse.ON)))
             if repeat:
                 seconds[reuse].append(time.perf_counter() - start_s)
     return statistics.median(seconds[Reuse.ON]) / statistics.median(seconds[Reuse.OFF]) - 1

@@ -6,6 +6,9 @@
 - disk: all forty layers under limits of memory, each with a skew of the routers that gives an LRU
   cache of that size the hit rate of trained routers; llama.cpp maps the file. What computing takes
   by itself is measured on the memory part's file.
+- turns: turns 2 to 8 behind 16,000 tokens, on the memory part's file: the time to an answer's first
+  token over that of the same rows behind a copy of the conversation, in the same engine. The floor
+  is 1, and 1.10 is wanted.
 
 Every lane has a process of its own, and they take turns; the rate at which memory is read is
 measured before and after each. Bytes of a token are weights once, states read and written.
@@ -27,17 +30,20 @@ from common.memory import LIMITS, choose_limit, drop_pages
 from common.models import cache_folder
 from common.qwen36_file import Sizes, write_qwen36
 from common.record import Recorder, say
+from common.turns import LAST_TURN, NEW_TOKENS, as_ratios, timed_turns
 from common.worker import LIMIT_SLACK_BYTES, in_process
 
+from lowtide import LLM
 from lowtide.errors import UsageError
 from lowtide.model_folder.gguf_header import GgufHeader
 
-PARTS = ("memory", "disk")
+PARTS = ("memory", "disk", "turns")
 MEMORY = Sizes(num_layers=12, num_words=74_496)
 LIMITS_GIB = {16: 0.17, 8: 0.3}
 """Limits of the disk part, and the skew of its routers."""
 
 SHORT, LONG = 64, 2048  # tokens of a prompt
+
 _GIGA = 1e9
 
 
@@ -52,6 +58,8 @@ def main() -> None:
     if "disk" in options.parts:
         for limit_GiB in options.limits:
             _on_disk(recorder, limit_GiB, options)
+    if "turns" in options.parts:
+        _turns(recorder, _file("memory", MEMORY), options.behind)
 
 
 def _in_memory(recorder: Recorder, options: argparse.Namespace) -> None:
@@ -98,6 +106,16 @@ def _on_disk(recorder: Recorder, limit_GiB: int, options: argparse.Namespace) ->
         rows[name] = row | disk | {"slot_bytes": slot_bytes, "limit": limit.kind}
     for row in with_ratios(rows, "lowtide, int8"):
         recorder.write(f"in {limit_GiB} GiB", row)
+
+
+def _turns(recorder: Recorder, model: Path, num_behind: int) -> None:
+    context = 2 * (num_behind + 2 * LAST_TURN * (NEW_TOKENS + 64))  # and a copy
+    before = memory_ceiling()
+    with LLM(model, context=context, progress=False) as llm:
+        values = as_ratios(timed_turns(llm, num_behind))
+    ceilings = {"before": before, "after": memory_ceiling()}
+    recorder.write(f"turns behind {num_behind} tokens", values | {"ceilings": ceilings})
+    say(f"{num_behind} tokens behind: {values['ratio']:.3f} of the bare pass")
 
 
 def token_bytes(file: Path) -> int:
@@ -170,6 +188,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--policy", default="lowtide")
     parser.add_argument("--new", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--repeats", type=int, default=6, help="answers, the first one cold")
+    parser.add_argument("--behind", type=int, default=16_000, help="tokens of the first turn")
     parser.add_argument("--limit", choices=LIMITS, default="balloon", help="of the disk part")
     return parser.parse_args()
 

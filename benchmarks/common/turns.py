@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,6 +28,42 @@ class Turn(NamedTuple):
     first_s: float
     token_ids: list[int]
     num_cached: int
+
+
+def timed_turns(llm: LLM, num_behind: int) -> list[tuple[float, float]]:
+    """Of turns 2 to 8 of a conversation, in seconds: to the first token, and of the bare pass.
+
+    num_behind: tokens of the first turn's prompt.
+    """
+    text = text_ids(llm, num_behind, 0)
+    text += answered(llm, text)
+    times = []
+    for turn in range(2, LAST_TURN + 1):
+        prompt = [*text, *text_ids(llm, NEW_TOKENS, turn)]
+        before = [bare_pass_s(llm, prompt)] if turn % 2 else []
+        first_s, answer, num_cached = next_turn(llm, prompt)
+        if num_cached < num_behind - 64:
+            raise SystemExit(f"Turn {turn} took over {num_cached} tokens of {num_behind}.")
+        [bare_s] = before or [bare_pass_s(llm, prompt, num_cached)]
+        times.append((first_s, bare_s))
+        text = [*prompt, *answer]
+    return times
+
+
+def as_ratios(times: Sequence[tuple[float, float]]) -> dict[str, object]:
+    """Medians of `timed_turns`, and the first tokens over the bare passes."""
+    ratios = [turn_s / bare_s for turn_s, bare_s in times]
+    return {
+        "first_s": statistics.median(turn_s for turn_s, _ in times),
+        "bare_s": statistics.median(bare_s for _, bare_s in times),
+        "ratio": statistics.median(ratios),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "wanted_ratio": 1.10,
+    }
+
+
+def answered(llm: LLM, prompt: list[int]) -> list[int]:
+    return llm.generate([prompt], turn_params())[0].token_ids
 
 
 def next_turn(llm: LLM, prompt: list[int]) -> Turn:
@@ -57,6 +94,10 @@ def bare_pass_s(llm: LLM, prompt: list[int], num_cached: int | None = None) -> f
             first = first // block_length * block_length
             mask = engine.model.config.decoding.mask_token_id or 0
             ids += [mask] * (block_length - len(ids) % block_length)
+        if kept.states is not None:  # those of the copy have room
+            needed = first, kept.num_written
+            others = [place for place in kept.states.snapshots if place not in needed]
+            cache._states.drop(kept.states, *others)
         kv = cache.branch(kept, first, len(ids))
         rows = len(ids) - first
         batch = Batch(
