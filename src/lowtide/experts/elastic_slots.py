@@ -54,8 +54,10 @@ class ElasticSlots:
     def is_reached(self, copy: Callable[[int], None], source: Tensor) -> bool:
         """Return True if `copy(slot)` copies `source`, an image of a slot, into memory of the slot.
 
-        Nothing is in the slots yet.
+        Nothing is in the slots yet. Without a slot there is nothing to reach.
         """
+        if not self.ledger.max_slots:
+            return True
         slot = max(0, self.num_live - 1)
         start = slot * self._slot_bytes
         self.arena.commit(start, start + self._slot_bytes)  # there may be no live slot
