@@ -147,7 +147,7 @@ def test_an_absent_expert_is_read_once_for_several_chunks(model: Model, dtype: s
 def test_answers_are_those_of_one_chunk_at_a_time(model: Model, data: st.DataObject) -> None:
     """Whatever the budget and the policy, and whoever was cancelled before."""
     share = data.draw(st.sampled_from([0.0, 0.3, 0.6, 0.9]))
-    policy = data.draw(st.sampled_from(["lru", "lowtide", "tide", "prefetch"]))
+    policy = data.draw(st.sampled_from(["lru", "lowtide", "tide", "dali", "on-demand"]))
     cache = data.draw(st.sampled_from(["off", "exact"]))
     texts = data.draw(st.lists(st.sampled_from(ENDS), min_size=1, max_size=3))
     with model.open(share, policy=policy, cache=cache) as llm:

@@ -130,6 +130,7 @@ class Prefill(NamedTuple):
     """Progress with a prompt: the number of final tokens in the KV cache, and their total.
 
     The first one comes when the request begins, before its first pass, and counts reused tokens.
+    Within a pass over several chunks of a prompt it has the share of them that is computed.
     """
 
     request: int
