@@ -224,7 +224,9 @@ class DeviceExpertExecutor:
     def _host_tile(self, plan: Plan, experts: Sequence[int]) -> HostTile:
         """Return the tile for the host's executor, with inputs in place or at the host."""
         work, tile, inputs = self._work, self._tile, None
-        parts, rows = work.buffers.parts, self._host_rows.tile(tile.pairs)
+        parts, rows = work.buffers.parts, self._host_rows
+        if tile.rows is not work.rows:
+            rows = rows.tile(tile.pairs)
         host_parts = self.device.device.host_parts(parts)
         if host_parts is not parts:
             inputs = plan.at_host.x

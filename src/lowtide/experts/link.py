@@ -245,7 +245,7 @@ class Link:
         `idle_s`: how long the caller will demand nothing; at least one transfer is begun.
         """
         self.bind_arrived()
-        while self.has_waiting and len(self._in_flight) * self.link_s <= idle_s:
+        while (self._ahead or self._moves) and len(self._in_flight) * self.link_s <= idle_s:
             if not self._begin_next():
                 return
 
@@ -388,7 +388,7 @@ class Link:
                 self._coming[key] = self._copy(self._host.lease(*key), is_move=False)
                 self.stats.num_prefetched += 1
                 return True
-        move = self._next_move()
+        move = self._next_move() if self._moves and self._has_movable() else None
         if move is None:
             return False
         key = (move.layer, move.expert)
