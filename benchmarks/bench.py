@@ -92,6 +92,7 @@ SMALL = (
     ),
     Script("simulate", 3, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
     Script("simulate", 1, ("--validate", "--home", "disk", "--repeats", "3"), cut="3 turns, not 7"),
+    Script("gains", 2),
     Script("policies", 15),
     Script("exchange", 3, disk_GiB=0),
     Script("dali", 1, disk_GiB=0),

@@ -42,6 +42,7 @@ PAGES = (
             "buddymoe",
             "evidence",
             "formats",
+            "gains",
             "measured",
             "memory",
             "policies",
