@@ -32,6 +32,7 @@ from lowtide.core import (
     Step,
     StepKind,
 )
+from lowtide.errors import InternalError
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.library import load_part
 from lowtide.kernels.cpu.sources import DECISIONS
@@ -95,6 +96,9 @@ def judge(lane: str, num_rows: int, row: Mapping[str, float]) -> dict[str, bool]
 def measure_case(case: Case, num_means: int, num_passes: int) -> dict[str, Any]:
     """Microseconds of a layer; each of `num_means` is of `num_passes`."""
     policies, facts, runs = case
+    receipts = policies.receipts
+    if receipts is None:
+        raise InternalError("A policy that substitutes has receipts.")
     pairs = list(zip(facts, runs, strict=True))
     decided = [policies.decide(asked, run) for asked, run in pairs]
 
@@ -109,7 +113,7 @@ def measure_case(case: Case, num_means: int, num_passes: int) -> dict[str, Any]:
 
     def settle() -> None:
         for asked, decision in zip(facts, decided, strict=True):
-            policies._settle(asked, decision, NO_MOVES)
+            policies._settle(receipts, asked, decision, NO_MOVES)
 
     works = {"substitute_us": substitute, "both_us": both, "settle_us": settle}
     each = {name: _each_us(work, num_means, num_passes) for name, work in works.items()}

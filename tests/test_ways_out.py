@@ -114,7 +114,7 @@ def test_shards_that_the_index_names_and_the_folder_lacks(num_missing: int, tmp_
     more = f" and {num_missing - 3} more" if num_missing > 3 else ""
     assert str(error.value) == (
         f"{folder} is not whole: of the {num_missing + 1} files that {INDEX} names {num_missing} "
-        f"are missing ({', '.join(names[1:4])}{more}); {FETCH}."
+        f"{'is' if num_missing == 1 else 'are'} missing ({', '.join(names[1:4])}{more}); {FETCH}."
     )
 
 

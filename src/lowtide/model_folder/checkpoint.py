@@ -126,9 +126,10 @@ class Checkpoint:
         names, weight_map = _find_files(folder)
         missing = [name for name in names if not os.path.lexists(folder / name)]
         if missing:
+            told = f"{len(missing)} {'is' if len(missing) == 1 else 'are'} missing"
             raise CheckpointError(
                 f"{folder} is not whole: of the {len(names)} files that {INDEX_NAME} names "
-                f"{len(missing)} are missing ({listed(missing)}); {FETCH_AGAIN}."
+                f"{told} ({listed(missing)}); {FETCH_AGAIN}."
             )
         headers = [read_header(folder / name) for name in names]
         checkpoint = cls.of_headers(headers)
