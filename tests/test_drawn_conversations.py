@@ -363,8 +363,8 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subjects]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_conversations(family: str, subjects: Subjects) -> None:
-    """Two hundred and forty of all families, and more of those with states, which are often cut."""
-    most = 720 if family in STATEFUL else 240
+    """Of all families 320, and more of those with states, which are often cut."""
+    most = 720 if family in STATEFUL else 320
     numbers = [i for i in range(most) if KINDS[i % len(KINDS)].family == family]
     met = check_conversations(numbers, subjects)
     assert family not in STATEFUL or met["taken up"] > 0.3 * met["second turns"], met

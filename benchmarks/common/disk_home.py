@@ -76,6 +76,11 @@ class DiskTrack:
         """Starts from a preset's own first residents."""
         self.llm.adopt_policy(preset, {name: str(value).lower() for name, value in options.items()})
 
+    def residents_per_layer(self) -> list[int]:
+        """Return how many experts of each layer stay at present, as memory moves."""
+        found: list[int] = self.llm._engine.experts.capacity.per_layer.tolist()
+        return found
+
     def answer(self, learned: Learned) -> Stretch:
         """Answer the first prompt; raises InternalError if the answer is not the known one."""
         before = self._totals()
