@@ -398,7 +398,7 @@ def test_every_step_is_within_the_budget_while_memory_moves(
     assert measured["fallen_bytes"] >= 0.95 * measured["held_bytes"] > 0.4 * max(held)
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("emulated", marks=pytest.mark.slow)])
 def test_every_step_is_within_the_budget_and_the_machine_beside_a_neighbour(
     model: Path, device: str
 ) -> None:
@@ -440,7 +440,13 @@ def test_several_chunks_of_a_prompt_are_within_the_budget(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("family", "share"),
-    [("qwen3_5_moe", 0.0), ("qwen3_5_moe", 1.0), ("qwen3_next", 0.4), ("lfm2_moe", 0.2)],
+    [
+        ("qwen3_5_moe", 0.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("qwen3_5_moe", 1.0), ("qwen3_next", 0.4), ("lfm2_moe", 0.2))
+        ),
+    ],
 )
 def test_a_hundred_passes_of_a_hybrid_are_within_the_plan(
     family: str, share: float, tmp_path: Path

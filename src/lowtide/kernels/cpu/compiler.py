@@ -87,10 +87,12 @@ class Running:
                 started.set_exception(error)
 
         # Handlers of signals run on the main thread: one that raises inside Popen would leave a
-        # process that is never stopped.
-        threading.Thread(target=start).start()
+        # process that is never stopped. It may raise as soon as the other thread is being started.
         try:
+            threading.Thread(target=start).start()
             self._process = started.result()
+        except RuntimeError:  # there is no thread to be had, and so no process
+            raise
         except BaseException:
             with suppress(OSError):
                 self._process = started.result()
