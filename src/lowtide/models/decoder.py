@@ -385,11 +385,11 @@ class Decoder:
         It is reused as long as the workspace hands out the same memory for the rows, that is until
         its plan or their number changes.
         """
-        if not self.compute.kernels.takes_rows(x) or not self.config.ropes:
+        if not self.compute.kernels.takes_rows(x) or not self._rotaries:
             return None
         if self._short_pass is None or self._short_pass.x is not x:
-            rope, layers = self.config.ropes[0], self._layer_parts
-            self._short_pass = ShortPass(x, rope, self.compute, layers)
+            rope = next(iter(self._rotaries))  # of `config.ropes`, in their order
+            self._short_pass = ShortPass(x, rope, self.compute, self._layer_parts)
         self._short_pass.begin(batch, rotations, self.kv_cache, self.run_layers)
         return self._short_pass
 
