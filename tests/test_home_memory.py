@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_models import write_model
 from inside import loop_of
 from test_elastic_arena import physical_bytes
+from test_elastic_memory import model as model  # a fixture
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import align_up
@@ -24,15 +24,6 @@ from lowtide.policies.presets import substitutes
 PROMPTS = [[(7 * i + n) % 90 for i in range(n)] for n in (9, 120, 40)]
 FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}
 EMULATED: dict[str, Any] = {"device": "emulated", "device_options": FAST, "context": 512}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home") / "model"
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    experts = {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "decoder_sparse_step": 1}
-    return write_model("qwen3_moe", 0, folder, **heads, **experts, **sizes).folder
 
 
 @pytest.fixture(scope="module")

@@ -93,12 +93,17 @@ class TokenSpans(Generic[S]):
 
     def claim_rows(self, span: S, position: int, num_rows: int) -> int:
         """Mark rows from `position` on as written; return the token of the first."""
-        stop, rows = position + num_rows, f"{num_rows} rows from position {position} on"
+        stop = position + num_rows
         if stop > span.capacity:
-            raise InternalError(f"{rows} leave a KV range of {span.capacity} tokens.")
+            raise InternalError(
+                f"{num_rows} rows from position {position} on leave a KV range of "
+                f"{span.capacity} tokens."
+            )
         if self._pages is not None and stop > span.num_usable:
-            told = f"{rows} have memory for {span.num_usable} tokens"
-            raise InternalError(f"{told}: `prepare` comes first.")
+            raise InternalError(
+                f"{num_rows} rows from position {position} on have memory for "
+                f"{span.num_usable} tokens: `prepare` comes first."
+            )
         span.num_written = max(span.num_written, stop)
         return span.start + position
 

@@ -37,7 +37,6 @@ OVERHEAD_ALLOWANCE_BYTES = 128 << 20
 """Memory that the process may use beyond its imports and a warm-up: library code paged in on first
 use, Python objects of running requests, the allocator's slack."""
 
-
 PROMPT_SHARE = 16
 """Rows of a long prompt take at most one part in this many of the memory of resident experts."""
 
