@@ -135,10 +135,9 @@ def _validate_disk(
     calibration, names = Calibration.load(path), options.presets or PLACED
     memory, trace = measure_in_memory(model, learned), first_answer(learned.trace)
     with DiskTrack.open(model, options.share, path) as track:
-        costs = track.measure()
+        costs, capacity = track.measure(), track.llm.plan.residents_per_layer
         around_s, ahead = track.around_reads_s(learned), track.ahead_slots(calibration)
         taken = _take_turns(partial(_answer_from_disk, track, learned), names, options.repeats)
-        capacity = track.residents_per_layer()
     hits = trace.hits()
     one_by_one_s = float(np.where(hits > 0, costs.device_s(hits), 0.0).sum()) / len(trace.passes)
     costs = replay_costs(costs, memory, one_by_one_s, around_s, trace.shape.num_layers)

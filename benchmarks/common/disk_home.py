@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.emulated import Learned, Model, Stretch, Totals
+from common.memory import division_kept
 from lowtide import LLM
 from lowtide.core import Costs, Curve
 from lowtide.errors import InternalError
@@ -34,12 +35,13 @@ class DiskTrack:
 
     @classmethod
     def open(cls, model: Model, share: float, calibration: Path) -> DiskTrack:
-        """share: of the experts that is in memory."""
+        """share: of the experts that is in memory, and stays so many, as a replay has them."""
         options = {**model.options, "device": "cpu", "cache": "off"}
         budget = budget_of_share(plan_model(model.reference, **options), share)
-        return cls(
-            LLM(model.reference, host_memory=budget, calibration=str(calibration), **options)
-        )
+        with division_kept():
+            return cls(
+                LLM(model.reference, host_memory=budget, calibration=str(calibration), **options)
+            )
 
     def __enter__(self) -> DiskTrack:
         return self
@@ -75,11 +77,6 @@ class DiskTrack:
     def adopt(self, preset: str, options: Mapping[str, Any]) -> None:
         """Starts from a preset's own first residents."""
         self.llm.adopt_policy(preset, {name: str(value).lower() for name, value in options.items()})
-
-    def residents_per_layer(self) -> list[int]:
-        """Return how many experts of each layer stay at present, as memory moves."""
-        found: list[int] = self.llm._engine.experts.capacity.per_layer.tolist()
-        return found
 
     def answer(self, learned: Learned) -> Stretch:
         """Answer the first prompt; raises InternalError if the answer is not the known one."""

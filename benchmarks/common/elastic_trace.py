@@ -9,18 +9,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 
-from common.memory import drop_pages, peak_resident_bytes, reset_peak
+from common.memory import division_kept, drop_pages, peak_resident_bytes, reset_peak
 from common.run import loaded_engine
 from lowtide.config import ModelConfig
 from lowtide.decode.intake import Intake
 from lowtide.decode.kinds import make_kind
 from lowtide.decode.request import Committed, Finished, Request
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
-from lowtide.engine.planning import plan as planning
 from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
 from lowtide.params import SamplingParams
@@ -105,7 +103,7 @@ def run_trace(settings: Mapping[str, Any]) -> dict[str, Any]:
     drop_pages([Path(settings["model"])])
     with ExitStack() as stack:
         if not settings["moves"]:
-            stack.enter_context(patch.object(planning, "elastic_tokens", lambda planner, made: 0))
+            stack.enter_context(division_kept())
         engine = stack.enter_context(loaded_engine(settings["model"], options))
         run = _Run(engine, [Arrival(*each) for each in settings["trace"]])
         with engine.executor.in_charge():

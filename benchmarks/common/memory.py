@@ -11,13 +11,15 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+from unittest.mock import patch
 
 import numpy as np
 import psutil
 
+from lowtide.engine.planning import plan as planning
 from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak, total_memory_bytes
 
@@ -28,6 +30,7 @@ __all__ = [
     "RoomWatch",
     "cached_share",
     "choose_limit",
+    "division_kept",
     "drop_pages",
     "moved_share",
     "peak_resident_bytes",
@@ -35,6 +38,12 @@ __all__ = [
     "room_bytes",
     "storage_read_bytes",
 ]
+
+
+def division_kept() -> AbstractContextManager[Any]:
+    """Have models that are loaded meanwhile keep the planned division of their budgets."""
+    return patch.object(planning, "elastic_tokens", lambda planner, made: 0)
+
 
 LIMITS = ("auto", "systemd", "cgroup", "balloon", "none")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
