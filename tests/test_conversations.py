@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from examples import scaled
 from inside import loop_of
+from torch import Tensor
 
 from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.core import RowKind
+from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.errors import UsageError
+from lowtide.layers.batch import Batch
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
+from lowtide.models.decoder import Decoder
 from lowtide.policies.kept_keys import MemoryPrices
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss", "llada2")
 """Plain keys and values, latent ones, windows, blocks."""
+
+WITH_STATES = ("lfm2_moe", "qwen3_5_moe", "qwen3_next")
 
 BLOCK_LENGTH = 8
 
@@ -59,14 +71,78 @@ def test_float32_ids_are_those_of_a_cold_run_but_for_ties(
             [expected] = cold.generate([prompt], params(family))
             assert not expected.usage.cached_tokens
             for found in (answer.token_ids, again.token_ids):
-                if found != expected.token_ids and family != "llada2":
-                    place = next(i for i in range(12) if found[i] != expected.token_ids[i])
-                    logits = cold.logits([*prompt, *found[:place]])[-1]
-                    best = logits.topk(2).values
-                    assert float(best[0] - best[1]) <= 1e-5 * float(best[0].abs())
-                else:
+                if family == "llada2":
                     assert found == expected.token_ids
+                else:
+                    check_same_but_for_ties(cold, prompt, found, expected.token_ids)
         assert num_cached > 300
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_a_turn_of_a_model_with_states_is_one_pass(
+    tmp_path_factory: pytest.TempPathFactory, family: str
+) -> None:
+    """Or one for each chunk of 512 rows; its ids are those of a cold run but for ties."""
+    folder = synth(family, "tiny", tmp_path_factory.mktemp("states") / family, seed=5)
+    options: dict[str, Any] = {"context": 2048, "dtype": "float32"}
+    rng, told = Random(3), Counter[str]()
+    with LLM(folder, **options) as llm, LLM(folder, cache="off", **options) as cold:
+        for _ in range(scaled(10)):
+            talk = ids(rng, rng.choice((2, 30, 63, 64, 65, 200, 600)))
+            for _ in range(4):
+                with prompt_rows_noted() as passes:
+                    [found] = llm.generate([talk], params(family, 6))
+                num_cached = found.usage.cached_tokens
+                assert passes == chunk_lengths(num_cached, len(talk))
+                told["turns"] += 1
+                told["resumed"] += num_cached > 0
+                [expected] = cold.generate([talk], params(family, 6))
+                check_same_but_for_ties(cold, talk, found.token_ids, expected.token_ids)
+                left_out = rng.choice((0, 0, 3, 7, 40))  # the last of the answer, or all of it
+                text = [*talk, *found.token_ids]
+                talk = text[: max(1, len(text) - left_out)] + ids(rng, rng.choice((1, 2, 24, 90)))
+    assert told["resumed"] > 0.3 * told["turns"]
+
+
+def ids(rng: Random, count: int) -> list[int]:
+    return [rng.randrange(200) for _ in range(count)]
+
+
+def chunk_lengths(first: int, stop: int) -> list[int]:
+    """Of passes over the positions up to `stop`, as many as fit in each."""
+    found = []
+    while stop - first > MAX_PASS_ROWS:
+        end = (first + MAX_PASS_ROWS) // 64 * 64
+        found.append(end - first)
+        first = end
+    return [*found, stop - first]
+
+
+@contextmanager
+def prompt_rows_noted() -> Iterator[list[int]]:
+    """Yield the numbers of rows of prompts, by pass that has any."""
+    found: list[int] = []
+    forward = Decoder.forward
+
+    def noting(decoder: Decoder, batch: Batch) -> Tensor:
+        kinds = batch.step.rows_of(len(batch.token_ids)).kind
+        if num_rows := int((kinds == RowKind.PROMPT).sum()):
+            found.append(num_rows)
+        return forward(decoder, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "forward", noting)
+        yield found
+
+
+def check_same_but_for_ties(
+    cold: LLM, prompt: list[int], found: Sequence[int], expected: Sequence[int]
+) -> None:
+    if found != expected:
+        pairs = zip(found, expected, strict=True)
+        place = next(i for i, (own, other) in enumerate(pairs) if own != other)
+        best = cold.logits([*prompt, *found[:place]])[-1].topk(2).values
+        assert float(best[0] - best[1]) <= 1e-5 * float(best[0].abs())
 
 
 @pytest.mark.parametrize(

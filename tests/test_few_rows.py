@@ -52,7 +52,9 @@ AT_ONCE = (
 """Families with experts whose passes of few rows are one call: all that write token by token."""
 
 DENSE = ("lfm2", "qwen3_5")
-"""Families without."""
+"""Families without; their layers keep states, too."""
+
+WITH_STATES = ("lfm2_moe", "qwen3_5_moe", "qwen3_next")
 
 PROMPT = 20
 
@@ -246,6 +248,41 @@ def test_rows_of_an_answer_have_the_bits_of_passes_of_their_own(
             cache.free(kv)
             found.append(torch.cat(hidden[1:]))
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("cuts", [(67,), (65, 67), (62, 63, 66)])
+@pytest.mark.parametrize("family", [*WITH_STATES, *DENSE])
+def test_rows_behind_a_copy_of_states_have_the_bits_of_a_pass_of_their_own(
+    folders: dict[str, Path], family: str, cuts: tuple[int, ...]
+) -> None:
+    """So have the copies, in a short pass of a prompt."""
+    with opened(folders[family]) as engine, torch.inference_mode():
+        cache, ids, found = engine.kv_cache, torch.arange(68) * 5 % 90, []
+        for is_one_pass in (True, False):
+            kv, first, hidden = cache.allocate(68), 0, []
+            for stop in (60, 68) if is_one_pass else (60, *cuts, 68):
+                batch = _batch([kv], [first], [stop - first], 0)
+                [segment] = batch.segments
+                inner = tuple(place for place in cuts if first < place < stop)
+                kinds = np.full(stop - first, RowKind.PROMPT, np.uint8)
+                rows = PassRows(np.zeros(stop - first, np.int64), kinds)
+                kv.copies_due = dict.fromkeys(inner, False)
+                batch = replace(
+                    batch,
+                    token_ids=ids[first:stop],
+                    segments=(replace(segment, cuts=inner),),
+                    step=replace(batch.step, rows=rows),
+                )
+                hidden.append(engine.model.forward(batch).clone())
+                cache.end_pass([kv])
+                if stop in cuts:
+                    cache.snapshot(kv, may_drop=False)
+                first = stop
+            copies = [cache._states.content(slot).clone() for slot in kv.states.snapshots.values()]
+            assert [*kv.states.snapshots] == [*cuts]
+            found.append([torch.cat(hidden), *copies])
+            cache.free(kv)
+        assert are_equal(*found)
 
 
 @pytest.mark.parametrize("family", AT_ONCE)

@@ -22,7 +22,7 @@ from test_kept_sequences import SYSTEM, Case, make_request, run
 
 from lowtide.config import StateArray
 from lowtide.core import Reuse
-from lowtide.decode import autoregressive, kept_sequences
+from lowtide.decode import kept_sequences
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS
 from lowtide.decode.request import Finished, Request
@@ -244,12 +244,11 @@ def test_several_answers_share_the_prompt() -> None:
 
 
 def test_a_long_prompt_can_be_cut_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kept_sequences, autoregressive):
-        monkeypatch.setattr(module, "SNAPSHOT_TOKENS", 192)
+    monkeypatch.setattr(kept_sequences, "SNAPSHOT_TOKENS", 192)
     decoder, model, _ = opened()
     text = SYSTEM * 4
     ask(decoder, text)
-    assert model.rows[:7] == [128, 64, 128, 64, 128, 64, 128]
+    assert model.rows[:7] == [*[128] * 6, 800 - 6 * 128]
     for length in (700, 500, 385, 192):
         found = ask(decoder, [*text[:length], 1, 2, 3])
         assert found.num_resumed == length // 192 * 192
@@ -271,7 +270,66 @@ def test_chunks_end_at_multiples_of_their_length_after_a_resume() -> None:
     at = [82]
     for num_rows in model.rows:
         at.append(at[-1] + num_rows)
-    assert at == [82, 192, 282, *range(283, 291)]
+    assert at == [82, 192, *range(283, 291)]
+
+
+@pytest.mark.parametrize("num_slots", [16, 4, 2])
+def test_a_prompts_new_rows_are_one_pass(num_slots: int) -> None:
+    """Wherever states are copied in its midst, and whether there is room for copies or not."""
+    decoder, model, cache = opened(num_slots)
+    text, num_new = SYSTEM[:20], 19
+    for turn, num_added in enumerate((0, 1, 2, 9, 24, 40)):
+        del model.rows[:]
+        found = ask(decoder, text)
+        check_slots(cache)
+        assert found.num_resumed == len(text) - 1 - num_new
+        assert model.rows == [1 + num_new, *[1] * 7]
+        text = [*text, *found.token_ids, *SYSTEM[turn : turn + num_added]]
+        num_new = num_added
+
+
+def test_another_prompt_that_leaves_one_is_one_pass() -> None:
+    """Copied are the states where both part, and one token before its end."""
+    decoder, model, cache = opened(num_slots=30)
+    ask(decoder, [*SYSTEM[:70], *[1] * 30])
+    for number in (2, 3):
+        del model.rows[:]
+        found = ask(decoder, [*SYSTEM[:70], *[number] * 30])
+        assert found.num_resumed == (70 if number == 3 else 0)
+        assert model.rows == [100 - found.num_resumed, *[1] * 7]
+    places = {place for kept in cache.kept for place in kept.states.snapshots}
+    assert places == {70, 99, 107}
+
+
+def test_states_of_a_pass_in_parts_go_through_its_snapshots() -> None:
+    """Each part begins with what the one before it wrote, and `before` stays as it was."""
+    cache = make_state_cache(256, 8)
+    kv, number = cache.allocate(128), 0
+    for num_copied in (0, 1, 2):
+        start = 10 * num_copied
+        ends = (start + 3, start + 5)
+        kv.copies_due = dict.fromkeys(ends[:num_copied], False)
+        for is_whole in (False, True):
+            cache.of_pass(kv, slice(0, 10), start + 10, ends)
+            first = cache.states(1, kv)
+            assert (first.before[1] == number).all()
+            first.after[1].fill_(start + 1)
+            for part in (2, 3)[: 2 if is_whole else 1]:
+                own = cache.states(1, kv)
+                assert (own.before[1] == start + part - 1).all()
+                own.after[1].fill_(start + part)
+            if not is_whole:  # a layer that takes no notice of its segments is told so
+                with pytest.raises(InternalError, match="Layer 1 .* 2 of a sequence's 3 segments"):
+                    cache.end_pass([kv])
+                kv.copies_due = dict.fromkeys(ends[:num_copied], False)
+        cache.end_pass([kv])
+        number = start + 3
+    assert [*kv.states.snapshots] == [13, 23, 25]
+    for place, found in ((13, 11), (23, 21), (25, 22), (30, 23)):
+        copy = cache.branch(kv, place, 64)
+        cache.of_pass(copy, slice(0, 1), place + 1)
+        assert (cache.states(1, copy).before[1] == found).all()
+        cache.free(copy)
 
 
 @pytest.mark.parametrize("max_rows", [16, 48, 64, 80])
@@ -394,9 +452,7 @@ class Drawn:
 def test_drawn_conversations_are_those_of_a_twin_that_keeps_nothing(seed: int) -> None:
     rng = Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        distance = rng.choice((64, 128, 2048))
-        for module in (kept_sequences, autoregressive):
-            patch.setattr(module, "SNAPSHOT_TOKENS", distance)
+        patch.setattr(kept_sequences, "SNAPSHOT_TOKENS", rng.choice((64, 128, 2048)))
         drawn = Drawn(rng, opened)
         for _ in range(rng.randint(2, 8)):
             drawn.take_turn()

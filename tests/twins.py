@@ -69,6 +69,8 @@ class Beside:
         ]
         pairs = zip(batch.segments, ranges, strict=True)
         segments = tuple(replace(one, kv=kv) for one, kv in pairs)
+        for segment in segments:
+            segment.kv.copies_due = dict.fromkeys(segment.cuts, False)
         expected = self._subject.twin.forward(replace(batch, segments=segments)).clone()
         self._note_states(names, segments)
         found = self._subject.model.forward(batch)
@@ -80,8 +82,11 @@ class Beside:
         cache.end_pass(segment.kv for segment in segments)
         if cache.has_states:
             for name, segment in zip(names, segments, strict=True):
-                content = cache._states.content(segment.kv.states.before)
-                self._newest[name].states[segment.end_position] = content.clone()
+                own, store = segment.kv.states, cache._states
+                copied = {place: own.snapshots[place] for place in segment.cuts}
+                for place, slot in {**copied, segment.end_position: own.before}.items():
+                    self._newest[name].states[place] = store.content(slot).clone()
+                store.drop(own, *copied)
 
     def _lineage(self, name: int, segment: Segment, fed: IntArray) -> KVRange:
         """Where the twin has a request's keys, which are the bits that the model has."""

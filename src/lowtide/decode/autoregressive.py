@@ -16,7 +16,6 @@ from lowtide.config import Causal, ModelConfig
 from lowtide.core import PassRows, StepKind
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.forced import ForcedText, OnLogits, whole_rows
-from lowtide.decode.kept_sequences import SNAPSHOT_TOKENS
 from lowtide.decode.kind import Blame, Kind, Schedule, Scheduled, UsualPass, callers
 from lowtide.decode.logits import Model, tiled_logits
 from lowtide.decode.prompt_share import PromptShare
@@ -31,8 +30,8 @@ CHUNK_MULTIPLE = 16
 """Chunks of a prompt, except its last, have a multiple of this many rows."""
 
 STATE_CHUNK = 64
-"""With states, chunks of a prompt end at such positions, or where states are copied: there they
-are computed in whole chunks of their own, as a longer prompt would be."""
+"""With states, chunks of a prompt end at multiples of it, as layers compute in chunks of so many
+positions. States that are copied elsewhere end no pass."""
 
 
 class Autoregressive(Kind[Causal, CausalSequence, Choice]):
@@ -133,16 +132,11 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
 def _fed_rows(sequence: CausalSequence, first: int, num_free: int) -> int:
     """Return the rows of a sequence from position `first` on, in a pass that has so many left."""
     num_rows = sequence.num_known - first
-    has_states = sequence.kv.states is not None
-    if has_states:
-        periodic = first // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS + SNAPSHOT_TOKENS
-        places = [periodic, *(place for place in sequence.cuts if place > first)]
-        num_rows = min(num_rows, min(places) - first)
     if num_rows <= num_free:
         return num_rows
     in_chunks = (first + num_free) // STATE_CHUNK * STATE_CHUNK - first
     # Answers leave room for a chunk, unless passes are so short that they never have any.
-    if has_states and in_chunks > 0:
+    if sequence.kv.states is not None and in_chunks > 0:
         return in_chunks
     return num_free // CHUNK_MULTIPLE * CHUNK_MULTIPLE
 

@@ -134,9 +134,10 @@ class BatchDecoder(Generic[S, C]):
         schedule = self._schedule()
         if not schedule.turns:
             return []
-        for turn in schedule.turns:
-            if turn.chunk_ends:
-                self._kept.expect_chunks(turn.sequence, turn.chunk_ends)
+        for number, turn in enumerate(schedule.turns):
+            if turn.length > 1:
+                cuts = self._kept.expect_copies(turn.sequence, turn.chunk_ends or (turn.stop,))
+                schedule.turns[number] = turn._replace(cuts=cuts)
         with self.prompt_share.measured(schedule.has_prompts), torch.inference_mode():
             hidden = self._model.forward(self._batch(schedule))
             choices = self._kind.choose(self._model, hidden, schedule.turns, self._blame)

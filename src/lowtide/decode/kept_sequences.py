@@ -4,8 +4,8 @@ A conversation's next turn begins with the whole previous turn and takes over it
 request that shares only a beginning, such as a system prompt, gets a copy, so that both remain
 usable. `KVCache` drops ranges, least recently used first.
 
-A sequence with states can be taken up only where they were copied: passes end at such places
-(`Running.cuts`), which are chosen here.
+A sequence with states can be taken up only where they were copied, at places that are chosen here
+(`Running.cuts`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Running(Protocol):
 
     num_exact: tokens computed as for a request alone, in whole passes of the most rows.
     num_resumed: tokens reused at its start. has_begun: set by its first pass. cuts: places at
-    which a pass has to end, because states are copied there.
+    which states are copied.
     """
 
     kv: KVRange
@@ -226,7 +226,7 @@ class KeptSequences:
             if num_tokens >= sequence.num_cached + MIN_AWAITED_TOKENS:
                 shared = max(shared, num_tokens)
         places = {min(len(prompt), len(known.prompt) - self._tail_tokens), shared}
-        if not self._has_tail:  # so few tokens are not worth a pass of one row
+        if not self._has_tail:  # so few tokens are computed again rather than copied twice
             places.add(len(prompt))
         least = max(sequence.num_cached + 1, MIN_SHARED_TOKENS)
         chosen = {place for place in (each // unit * unit for each in places) if place >= least}
@@ -241,22 +241,31 @@ class KeptSequences:
         if place <= self._num_reusable(sequence) and self._is_copied_at(sequence, place):
             self._kv_cache.snapshot(sequence.kv, may_drop=place in sequence.cuts)
 
-    def expect_chunks(self, sequence: Running, ends: Sequence[int]) -> None:
-        """Have a pass of several chunks copy states where `copy_states` would between them.
+    def expect_copies(self, sequence: Running, ends: Sequence[int]) -> tuple[int, ...]:
+        """Have the next pass copy a sequence's states where they may be wanted in its midst.
 
-        ends: the positions behind each chunk.
+        ends: the positions behind each chunk of the pass. Returns the places, ascending, whether
+        there is room for copies or not: what a pass computes does not depend on that.
         """
-        is_exact, num_exact = self._reuse is Reuse.EXACT, sequence.num_exact
-        whole, first = self._whole_rows(sequence.request), sequence.num_cached
-        due: dict[int, bool] = {}
-        for place in ends[:-1]:
-            if first == num_exact and place - first == whole:
-                num_exact = place
-            first = place
-            is_reusable = not sequence.kv.is_mixed and (not is_exact or place <= num_exact)
-            if is_reusable and self._is_copied_at(sequence, place):
-                due[place] = place in sequence.cuts
-        sequence.kv.copies_due = due
+        if self._reuse is Reuse.OFF or not self._kv_cache.has_states or sequence.kv.is_mixed:
+            return ()
+        first, stop = sequence.num_cached, ends[-1]
+        if self._reuse is Reuse.EXACT:
+            found = self._exact_ends(sequence, ends[:-1])
+        else:
+            found = [place for place in sequence.cuts if first < place < stop]
+            periodic = first // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS + SNAPSHOT_TOKENS
+            found += range(periodic, stop, SNAPSHOT_TOKENS)
+        places = sorted({place for place in found if self._is_copied_at(sequence, place)})
+        sequence.kv.copies_due = {place: place in sequence.cuts for place in places}
+        return tuple(places)
+
+    def _exact_ends(self, sequence: Running, ends: Sequence[int]) -> list[int]:
+        """Return the ends of a pass's chunks up to which tokens will be exact (`num_exact`)."""
+        whole, first = self._whole_rows(sequence.request), sequence.num_exact
+        if first != sequence.num_cached:
+            return []
+        return [end for number, end in enumerate(ends, 1) if end == first + number * whole]
 
     def _is_copied_at(self, sequence: Running, place: int) -> bool:
         if self._reuse is Reuse.OFF or not self._kv_cache.has_states:

@@ -38,7 +38,7 @@ class Scheduled(NamedTuple, Generic[S]):
     """One sequence's part of a pass: positions `first` to `stop`, in rows from `start` on.
 
     With guidance, a second copy of the same positions follows the first. chunk_ends: of a prompt in
-    several chunks, the position behind each.
+    several chunks, the position behind each. cuts: see `Segment`.
     """
 
     sequence: S
@@ -47,6 +47,7 @@ class Scheduled(NamedTuple, Generic[S]):
     start: int
     num_copies: int = 1
     chunk_ends: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -187,7 +188,9 @@ class Kind(abc.ABC, Generic[D, S, C]):
     def copies(self, turn: Scheduled[S]) -> list[tuple[IntArray, Segment]]:
         """Return each copy's tokens, with the segment that says which tokens they attend to."""
         sequence, first, stop, start, *_ = turn
-        segment = Segment(start, turn.end, first, sequence.block_length, sequence.kv)
+        segment = Segment(
+            start, turn.end, first, sequence.block_length, sequence.kv, cuts=turn.cuts
+        )
         return [(sequence.tokens[first:stop], segment)]
 
     def asked(self, turns: Sequence[Scheduled[S]]) -> tuple[int, tuple[LogitNeeds, ...]]:

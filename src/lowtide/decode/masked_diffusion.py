@@ -151,7 +151,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
 
     def copies(self, turn: Scheduled[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
         """Return the sequence and, with guidance, the sequence without its prompt."""
-        sequence, first, stop, _, num_copies, _ = turn
+        sequence, first, stop, _, num_copies, *_ = turn
         texts, length = (sequence.tokens, sequence.unconditional_tokens()), len(sequence.tokens)
         return [
             (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 
 from torch import Tensor
 
@@ -23,7 +24,8 @@ class Segment:
 
     Position p belongs to block `p // block_length`; a row sees every position of its own and of
     earlier blocks. `block_length` 1 is causal attention. Positions before `first_position` must be
-    in the KV cache already, and so must positions behind the last row that rows see.
+    in the KV cache already, and so must positions behind the last row that rows see; or they are
+    those of a segment before it in the batch.
     """
 
     start: int  # first row in the batch
@@ -33,6 +35,7 @@ class Segment:
     kv: KVRange
     sees_to: int = 0  # end of the positions that a whole block sees, if behind its last row
     is_answer: bool = False  # causal, and each row's token follows those before it
+    cuts: tuple[int, ...] = ()  # positions in its midst where states are copied, ascending
 
     @property
     def goes_by_rows(self) -> bool:
@@ -44,6 +47,16 @@ class Segment:
     def end_position(self) -> int:
         return self.first_position + self.stop - self.start
 
+    def divided(self, inner_ends: Sequence[int]) -> list[Segment]:
+        """Return its parts, which end at these positions and at its own end."""
+        found, first = list[Segment](), self.first_position
+        for end in (*inner_ends, self.end_position):
+            start = self.start + first - self.first_position
+            stop = start + end - first
+            found.append(replace(self, start=start, stop=stop, first_position=first, cuts=()))
+            first = end
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -51,7 +64,7 @@ class Batch:
 
     token_ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64, absolute
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # once placed, several of a sequence in parts
     step: Step
     logit_rows: int = 0  # most rows whose statistics are requested afterwards, of each kind
     asked: tuple[LogitNeeds, ...] = ()  # the kinds
@@ -72,45 +85,52 @@ class Batch:
     def placed(self, kv_cache: KVCache) -> Batch:
         """Return the batch with keys and values at their places in this pass.
 
+        A sequence whose states are copied in its midst, or in chunks, has a segment for each part.
         Commits their memory; raises PageError if there is none.
         """
-        ranges = [
-            kv_cache.of_pass(one.kv, slice(one.start, one.stop), one.end_position)
-            for one in self.segments
-        ]
-        marked = self._marked()
-        pairs = list(zip(marked, ranges, strict=True))
-        if all(one.kv is kv for one, kv in pairs) and marked is self.segments:
-            return self
-        return replace(self, segments=tuple(replace(one, kv=kv) for one, kv in pairs))
+        segments = list[Segment]()
+        for one in self.segments:
+            inner_ends = self._inner_ends(one)
+            rows = slice(one.start, one.stop)
+            kv = kv_cache.of_pass(one.kv, rows, one.end_position, inner_ends)
+            own = one if one.kv is kv else replace(one, kv=kv)
+            segments += own.divided(inner_ends) if inner_ends else (own,)
+        self._mark_answers(segments)
+        is_same = len(segments) == len(self.segments) and all(map(is_, segments, self.segments))
+        return self if is_same else replace(self, segments=tuple(segments))
 
     def chunks(self) -> list[tuple[slice, Batch]]:
         """Return the rows of each chunk, with the batch that it would be alone."""
-        [whole], start, found = self.segments, 0, []
+        start, found = 0, []
         for stop in self.chunk_ends:
-            segment = replace(
-                whole, start=0, stop=stop - start, first_position=whole.first_position + start
+            segments = tuple(
+                replace(one, start=one.start - start, stop=one.stop - start)
+                for one in self.segments
+                if start <= one.start < stop
             )
-            own = Batch(
-                self.token_ids[start:stop], self.positions[start:stop], (segment,), self.step
-            )
+            own = Batch(self.token_ids[start:stop], self.positions[start:stop], segments, self.step)
             found.append((slice(start, stop), own))
             start = stop
         return found
 
-    def _marked(self) -> tuple[Segment, ...]:
-        """Return the segments, with `is_answer` where several rows are all of an answer."""
+    def _inner_ends(self, segment: Segment) -> Sequence[int]:
+        """Return the positions behind all parts of a segment but the last."""
+        if not self.chunk_ends:
+            return segment.cuts
+        of_chunks = (segment.first_position + end for end in self.chunk_ends[:-1])
+        return sorted({*segment.cuts, *of_chunks})
+
+    def _mark_answers(self, segments: list[Segment]) -> None:
+        """Set `is_answer` where several rows are all of an answer."""
         several = [
-            one
-            for one in self.segments
+            number
+            for number, one in enumerate(segments)
             if one.block_length == 1 and 1 < one.stop - one.start <= MAX_ANSWER_ROWS
         ]
         if not several:
-            return self.segments
+            return
         kinds = self.step.rows_of(len(self.token_ids)).kind
-        answers = {
-            one.start: replace(one, is_answer=True)
-            for one in several
-            if (kinds[one.start : one.stop] == RowKind.DECODE).all()
-        }
-        return tuple(answers.get(one.start, one) for one in self.segments)
+        for number in several:
+            one = segments[number]
+            if (kinds[one.start : one.stop] == RowKind.DECODE).all():
+                segments[number] = replace(one, is_answer=True)

@@ -262,6 +262,7 @@ def _tokens(batch: Batch, kv_cache: KVCache) -> IntArray:
 def _sequences(batch: Batch, kv_cache: KVCache, layers: Collection[int]) -> IntArray:
     """Return `PassFacts.sequences`, claiming the states of these layers in the cache."""
     found = [
-        (one.start, one.stop, *kv_cache.claim_states(one.kv, layers)) for one in batch.segments
+        (one.start, one.stop, *kv_cache.claim_states(one.kv, one.first_position, layers))
+        for one in batch.segments
     ]
     return np.array(found, np.int64)

@@ -96,15 +96,14 @@ class ShortConv:
         )
         taps.copy_(self._kernel.t())
         sums.copy_(gated).mul_(taps[-1])
-        turns = [self._turn(gated, segment) for segment in segments]
-        for distance in range(1, num_taps):
-            for segment, turn in zip(segments, turns, strict=True):
-                turn.look_back(distance, earlier[segment.start : segment.stop])
-            sums.add_(earlier.mul_(taps[-1 - distance]))
+        for segment in segments:  # one may go on from the state behind another
+            rows, turn = slice(segment.start, segment.stop), self._turn(gated, segment)
+            for distance in range(1, num_taps):
+                turn.look_back(distance, earlier[rows])
+                sums[rows].add_(earlier[rows].mul_(taps[-1 - distance]))
+            turn.end()
         if self._bias is not None:
             sums.add_(taps[0].copy_(self._bias))
-        for turn in turns:
-            turn.end()
         gated.copy_(sums)
 
     def _turn(self, gated: Tensor, segment: Segment) -> _Turn:
@@ -127,8 +126,9 @@ class _Turn(NamedTuple):
         out[num_old:].copy_(self.rows[: len(out) - num_old])
 
     def end(self) -> None:
-        """Write the state behind the rows."""
+        """Write the state behind the rows, which may be where the one before them is."""
         num_old = max(len(self.after) - len(self.rows), 0)
         num_new = len(self.after) - num_old
-        self.after[:num_old].copy_(self.before[num_new:])
+        for place in range(num_old):
+            self.after[place].copy_(self.before[num_new + place])
         self.after[num_old:].copy_(self.rows[len(self.rows) - num_new :])

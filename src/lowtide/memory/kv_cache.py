@@ -55,7 +55,7 @@ class KVRange(Span):
     copies: list[list[Window]] = field(default_factory=list)  # of earlier windows, oldest first
     marks: set[int] = field(default_factory=set)  # where windows are to be copied before they go
     copies_due: dict[int, bool] = field(default_factory=dict)
-    """Where the next pass copies states in its midst; whether kept ranges give up theirs for it."""
+    """Where the next pass is to copy states in its midst; whether kept ranges give up theirs."""
 
     @property
     def num_snapshots(self) -> int:
@@ -456,19 +456,23 @@ class KVCache(TokenSpans[KVRange]):
             store.commit_to(window, num_here)
         self.commit_to(kv_range, num_usable)
 
-    def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
+    def of_pass(
+        self, kv_range: KVRange, rows: slice, num_tokens: int, inner_ends: Sequence[int] = ()
+    ) -> KVRange:
         """Return the range that a pass uses for the first `num_tokens` tokens; rows: its rows.
 
-        States go on from those of the tokens before these rows.
+        States go on from those of the tokens before these rows. inner_ends: positions behind all
+        parts of the pass but the last, where states may be copied.
         """
         self.prepare(kv_range, num_tokens)
         first = num_tokens - (rows.stop - rows.start)
         self._slide(kv_range, first, num_tokens)
         if self._states is not None and kv_range.states is not None:
-            self._states.begin_pass(kv_range.states, first, num_tokens)
+            self._states.begin_pass(kv_range.states, first, [*inner_ends, num_tokens])
             due, kv_range.copies_due = kv_range.copies_due, {}
             for place, may_drop in due.items():
-                if first < place < num_tokens and self._has_slot(kv_range, place, may_drop):
+                if place in inner_ends and self._has_slot(kv_range, place, may_drop):
+                    self.apply_rule(self._states.slot_bytes)
                     with suppress(PageError):
                         self._states.expect(kv_range.states, place)
         return kv_range
@@ -479,10 +483,10 @@ class KVCache(TokenSpans[KVRange]):
             kv_range.states.first = first
 
     def states(self, layer: int, kv_range: KVRange) -> States:
-        """Return a layer's states of a sequence in this pass, in place.
+        """Return a layer's states of a sequence's next segment in this pass, in place.
 
-        The layer fills `after` behind the sequence's last row. A pass that does not come to its end
-        (`end_pass`) leaves what it found.
+        A layer asks once for each segment, in their order, and fills `after` behind its last row. A
+        pass that does not come to its end (`end_pass`) leaves what it found.
         """
         if self._states is None:
             raise InternalError(f"Layer {layer} has no states.")
@@ -494,12 +498,16 @@ class KVCache(TokenSpans[KVRange]):
             raise InternalError(f"Layer {layer} has no states.")
         return self._states.offsets(layer)
 
-    def claim_states(self, kv_range: KVRange, layers: Collection[int]) -> tuple[int, int]:
-        """Return the addresses of a sequence's states before and behind this pass; 0 without any.
+    def claim_states(
+        self, kv_range: KVRange, first: int, layers: Collection[int]
+    ) -> tuple[int, int]:
+        """Return the addresses of the states before and behind a segment; 0 without any.
 
-        layers: those that will write theirs, as with `states`.
+        first: its position. layers: those that will write theirs, as with `states`.
         """
-        return (0, 0) if self._states is None else self._states.claim(kv_range.states, layers)
+        if self._states is None:
+            return 0, 0
+        return self._states.claim(kv_range.states, first, layers)
 
     def end_pass(self, kv_ranges: Iterable[KVRange]) -> None:
         """Take over the states that a pass has written, once all of it has gone well."""

@@ -7,7 +7,7 @@ were copied: a snapshot.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ HALVES = 2
 class States(NamedTuple):
     """A layer's states of one sequence in a pass, one tensor for each `StateArray`.
 
-    before: what the sequence had, zeros at its first token. after: to be filled by the layer.
+    before: what the sequence had, zeros at its first token. after: to be filled by the layer, and
+    the same tensors as `before` where a pass goes on without a copy.
     """
 
     before: tuple[Tensor, ...]
@@ -76,8 +77,9 @@ class RangeStates:
     num_tokens: int = 0  # that `before` has gathered
     is_clear: bool = False  # `before` is all zeros
     has_memory: bool = False  # both slots have
-    num_after: int = 0  # tokens that `after` has once the pass has ended; 0: there is no pass
-    written: set[int] = field(default_factory=set)  # layers that have asked for `after`
+    ends: tuple[int, ...] = ()  # of the pass's parts: positions behind them; (): there is no pass
+    asked: dict[int, int] = field(default_factory=dict)  # by layer: parts that it has asked for
+    written: set[int] = field(default_factory=set)  # layers that have asked for all of them
     crossed: set[int] = field(default_factory=set)  # layers whose states lie in `after`
     first: int = 0  # position of the chunk of the pass whose turn it is in the layers
     coming: dict[int, int] = field(default_factory=dict)  # snapshots that the pass is to fill
@@ -213,9 +215,13 @@ class StateStore:
         if num_tokens not in states.snapshots:
             raise InternalError(f"A sequence has no states behind {num_tokens} tokens.")
 
-    def begin_pass(self, states: RangeStates, first: int, stop: int) -> None:
-        """Note that a pass computes the tokens from `first` to `stop`; any before it has failed."""
-        states.num_after = 0
+    def begin_pass(self, states: RangeStates, first: int, ends: Sequence[int]) -> None:
+        """Note that a pass computes the tokens from `first` on; any before it has failed.
+
+        ends: the positions behind each part of the pass. Layers write their states there.
+        """
+        states.ends = ()
+        states.asked.clear()
         states.written.clear()
         self._drop_coming(states)
         if states.before is None or states.after is None:
@@ -228,10 +234,10 @@ class StateStore:
             raise InternalError(
                 f"Tokens from {first} on cannot follow states of {states.num_tokens} tokens."
             )
-        states.first, states.num_after = first, stop
+        states.first, states.ends = first, tuple(ends)
 
     def expect(self, states: RangeStates, num_tokens: int) -> None:
-        """Have the pass that has begun fill a snapshot behind `num_tokens` tokens, in its midst.
+        """Let the pass that has begun fill a snapshot behind a part, which has `num_tokens` tokens.
 
         Raises PageError.
         """
@@ -239,56 +245,73 @@ class StateStore:
         states.coming[num_tokens] = states.snapshots.pop(num_tokens)
 
     def of(self, layer: int, states: RangeStates | None) -> States:
-        """Return a layer's states in the pass that has begun.
+        """Return a layer's states in the next part of the pass that has begun.
 
-        Behind the pass's first chunk a layer goes on in place: `before` is `after`, which no
-        convolution minds whose chunks are longer than its kernel.
+        A layer asks once for each part, in their order. What it writes behind one is a snapshot if
+        that is expected, and what it reads for the next.
         """
         if self._memory.is_meta:
             return States(self._of(0, layer), self._of(HALVES - 1, layer))
-        if states is None or states.before is None or states.after is None or not states.num_after:
+        if states is None or states.before is None or states.after is None or not states.ends:
             raise InternalError(f"Layer {layer} asks for states, and no pass has begun.")
-        found = States(self._of(states.before, layer), self._of(states.after, layer))
-        if layer in states.crossed:
-            found = States(*reversed(found))
-        if states.first == states.num_tokens:
-            states.written.add(layer)
-            return found
-        if layer not in states.written:
+        part = min(states.asked.get(layer, 0), len(states.ends) - 1)
+        if (states.ends[part - 1] if part else states.num_tokens) < states.first:
             raise InternalError(
                 f"Layer {layer} asks for states behind {states.first} tokens too early."
             )
-        if (slot := states.coming.get(states.first)) is not None:
-            for to, source in zip(self._of(slot, layer), found.after, strict=True):
-                to.copy_(source)
-        return States(found.after, found.after)
+        states.asked[layer] = part + 1
+        if part + 1 == len(states.ends):
+            states.written.add(layer)
+        slots = self._slots(states, part)
+        if layer in states.crossed:
+            other = {states.before: states.after, states.after: states.before}
+            slots = (other.get(slots[0], slots[0]), other.get(slots[1], slots[1]))
+        return States(*(self._of(slot, layer) for slot in slots))
 
     def offsets(self, layer: int) -> tuple[int, ...]:
         """Return the first byte of each of a layer's states in a slot."""
         return tuple(start for _, _, start, _ in self._places[layer])
 
-    def claim(self, states: RangeStates | None, layers: Collection[int]) -> tuple[int, int]:
-        """Return the addresses of the slots before and behind the pass that has begun.
+    def claim(
+        self, states: RangeStates | None, first: int, layers: Collection[int]
+    ) -> tuple[int, int]:
+        """Return the addresses of the slots before and behind a part of the pass that has begun.
 
-        layers: those whose states will be written there.
+        first: the part's position. layers: those whose states will be written there.
         """
-        if states is None or states.before is None or states.after is None or not states.num_after:
+        if states is None or states.before is None or states.after is None or not states.ends:
             raise InternalError("States are asked for, and no pass has begun.")
         states.written |= self._layers.intersection(layers)
+        part = (states.num_tokens, *states.ends).index(first)
         start = self._memory.data_ptr()
-        return start + states.before * self.slot_bytes, start + states.after * self.slot_bytes
+        before, after = (start + slot * self.slot_bytes for slot in self._slots(states, part))
+        return before, after
 
     def end_pass(self, states: RangeStates) -> None:
         """Make what a pass has written the states that the next one finds."""
-        if not states.num_after:
+        if not states.ends:
             return
+        if missing := states.asked.keys() - states.written:
+            raise InternalError(
+                f"Layer {min(missing)} has asked for the states of {states.asked[min(missing)]} of "
+                f"a sequence's {len(states.ends)} segments."
+            )
         states.before, states.after = states.after, states.before
         # A layer that was not run, as speed is measured, keeps its states where they are.
         states.crossed = {n for n in self._layers if (n in states.written) == (n in states.crossed)}
-        states.num_tokens, states.num_after, states.is_clear = states.num_after, 0, False
+        states.num_tokens, states.ends, states.is_clear = states.ends[-1], (), False
+        states.asked.clear()
         states.written.clear()
         while states.coming:
             states.add(*states.coming.popitem())
+
+    def _slots(self, states: RangeStates, part: int) -> tuple[int, int]:
+        """Return the slots before and behind a part: snapshots to come, or those of the pass."""
+        if states.before is None or states.after is None:
+            raise InternalError("Only a running sequence has passes.")
+        inner = (states.coming.get(end, states.after) for end in states.ends[:-1])
+        path = (states.before, *inner, states.after)
+        return path[part], path[part + 1]
 
     def _drop_coming(self, states: RangeStates) -> None:
         """Free the snapshots that a failed pass was to fill."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,9 @@ class TransientKV(KVCache):
     def arrays(self, layer: int) -> None:
         return None
 
-    def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
+    def of_pass(
+        self, kv_range: KVRange, rows: slice, num_tokens: int, inner_ends: Sequence[int] = ()
+    ) -> KVRange:
         if rows.stop - rows.start != num_tokens:
             raise InternalError(
                 f"A pass has {rows.stop - rows.start} rows of a sequence of {num_tokens} tokens, "

@@ -451,8 +451,8 @@ class _UsualBlock(Block):
     def forward_chunks(self, x: Tensor, chunks: Sequence[Chunk]) -> None:
         own = _of_each_length(chunks) if x.is_meta else chunks
         for rows, batch, rotations in own:
-            [segment] = batch.segments
-            self._kv_cache.begin_chunk(segment.kv, segment.first_position)
+            first = batch.segments[0]
+            self._kv_cache.begin_chunk(first.kv, first.first_position)
             self._attend(x[rows], batch, rotations)
         if self._moe is not None and self._mlp_norm is not None:
             self._run_experts(self._moe, self._mlp_norm, x, chunks)
