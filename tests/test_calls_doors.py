@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anthropic
@@ -11,8 +11,11 @@ import httpx
 import openai
 import pytest
 from scripted_serving import ScriptedService, done, listening
+from small_tokenizers import FORMATS
+from test_serve_parsing import as_told, read
 
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+from lowtide.parsing.tools import Tool
 from lowtide.serve.conversation import ToolCall, arguments_of
 
 USER = [{"role": "user", "content": "x"}]
@@ -162,6 +165,67 @@ def test_custom_tools_are_functions_of_one_text() -> None:
     assert service.asks[0].tool_choice == "say"
     assert patch.grammar == 'start: "a"' and 'start: "a"' in patch.description
     assert list(say.parameters["properties"]) == ["input"] and function.parameters == {}
+
+
+DOORS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda name: {
+        "messages": USER,
+        "tools": [{"type": "function", "function": {"name": name}}],
+        "tool_choice": {"type": "function", "function": {"name": name}},
+    },
+    "/v1/responses": lambda name: {
+        "input": "x",
+        "tools": [{"type": "function", "name": name}],
+        "tool_choice": {"type": "function", "name": name},
+    },
+    "/v1/messages": lambda name: {
+        "messages": USER,
+        "max_tokens": 9,
+        "tools": [{"name": name, "input_schema": {}}],
+        "tool_choice": {"type": "tool", "name": name},
+    },
+    "/api/chat": lambda name: {
+        "model": "org/tiny",
+        "messages": USER,
+        "stream": False,
+        "tools": [{"function": {"name": name}}],
+    },
+}
+NAMES = ["f", "a.b", "a-b", "ünï", "a:b", "x" * 256]
+NO_NAMES = ["get weather", 'a"b', "a>b", "a(b", "a{b", "a\nb", "a,b", " f", "é|"]
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_a_tool_has_a_name_that_can_be_called(path: str) -> None:
+    """What is taken is read as a call in every form; other names are refused at every door."""
+    for name in NAMES:
+        for form in FORMATS:
+            text, tool = form.text((name, {"a": 1})), Tool(name, "", {"properties": {"a": {}}})
+            assert read(form.tokenizer, text, [tool], form.prompt) == [as_told(name, {"a": 1})]
+    with listening(ScriptedService([Text("x"), done()])) as url:
+        for name in (*NAMES, *NO_NAMES):
+            answer = httpx.post(url + path, json=DOORS[path](name))
+            assert answer.status_code == (200 if name in NAMES else 400), (name, answer.text)
+            assert name in NAMES or "Rename it" in answer.text
+
+
+@pytest.mark.parametrize("path", list(DOORS)[:3])
+def test_a_tool_is_not_chosen_by_a_name_that_means_something_else(path: str) -> None:
+    with listening(ScriptedService([Text("x"), done()])) as url:
+        for name in ("auto", "none", "required"):
+            answer = httpx.post(url + path, json=DOORS[path](name))
+            assert answer.status_code == 400 and "rename the tool" in answer.text
+
+
+def test_of_two_tools_of_one_name_the_later_counts() -> None:
+    twice = [{"type": "function", "function": {"name": "patch"}}, CUSTOM]
+    for tools, kind in ((twice, "custom"), (twice[::-1], "function")):
+        service = ScriptedService([*call('{"input": "b"}', "patch"), done("tool_calls")])
+        with listening(service) as url:
+            asked = {"messages": USER, "tools": tools}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=asked).json()
+        assert len(service.asks[0].tools) == 1
+        assert answer["choices"][0]["message"]["tool_calls"][0]["type"] == kind
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

@@ -175,6 +175,23 @@ def test_what_is_refused_is_told_in_one_line(url: str, monkeypatch: pytest.Monke
     assert done.exit_code == 0 and "out of luck" in done.stderr
 
 
+def test_an_answer_that_breaks_off_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a length or a chunk that is missing, only the answer's own end tells."""
+
+    def broken(self: Handler) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for chunk in self.chunks:
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+    monkeypatch.setattr(Handler, "do_POST", broken)
+    assert "broke off" not in chat("--url", url, said="hi\n").stderr
+    for num_chunks in range(4):
+        monkeypatch.setattr(Handler, "chunks", CHUNKS[:num_chunks])
+        done = chat("--url", url, said="hi\n")
+        assert "broke off its answer: the connection was closed" in done.stderr
+
+
 def test_a_list_of_models_that_breaks_off_is_told(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -26,12 +26,22 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from whole import LIMIT_S
 
 from lowtide import AsyncLLM
+from lowtide.errors import LowtideError
 from lowtide.model_folder import text_pieces, tokenizer
 from lowtide.model_folder.demos import DEMO_FOLDER
 from lowtide.model_folder.gguf_pretokenizers import WORD_RULES
 from lowtide.model_folder.text_pieces import TextPieces
 from lowtide.model_folder.tokenizer import Tokenizer, TooManyTokens, begin_texts
+from lowtide.parsing.literal_text import gemma_call, python_calls
+from lowtide.parsing.loose_json import loose_json
+from lowtide.parsing.tools import Tool
+from lowtide.parsing.xml_syntax import CODER, GLM, MINIMAX, XmlSyntax
+from lowtide.parsing.xml_text import xml_call
+from lowtide.serve.custom_tools import CustomInput
 from lowtide.serve.errors import QueueFull
+from lowtide.serve.grammar_chains import check_lark
+from lowtide.serve.grammar_reasons import reason_of
+from lowtide.serve.quoted_lark import quoted_lark
 
 pytestmark = pytest.mark.hostile
 
@@ -365,3 +375,56 @@ def test_rules_that_are_not_known_are_cut_nowhere(words: pre_tokenizers.PreToken
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
     assert not TextPieces(backend).is_known
     assert list(TextPieces(backend)("word " * 9000)) == [(0, "word " * 9000)]
+
+
+# texts that nothing closes: no further mark searches the rest again
+
+UNITS = (
+    *('\\"', "\\'", "\\/", "\\", '"', "'", '" ', " ", "\n", "/", "<", "a", ",", "\\ud83d"),
+    *("<parameter=", "<function=write>\n", "</function> ", "</parameter>\n", "<arg_key>"),
+    *('<invoke name="', '<parameter name="', "[TOOL_CALLS]", 'content="', "fuel "),
+    *("regex parse error:", 'invalid regex "', "Unimplemented keys: ["),
+)
+NUM_CHARS = 50_000
+WRITE = Tool("write", "", {"properties": {"content": {"type": "string"}}, "type": "object"})
+
+
+def _read_input(text: str) -> None:
+    custom = CustomInput()
+    custom.push(text)
+    custom.finish()
+
+
+def _read_xml(syntax: XmlSyntax) -> Callable[[str], None]:
+    def read(text: str) -> None:
+        xml_call(syntax, text, {"write": WRITE})
+        for end in syntax.loose_ends:
+            end.search(text)
+
+    return read
+
+
+READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
+    "arguments": (loose_json, ("", '{"a": "', "{'a': '", "{'a': ")),
+    "custom input": (_read_input, ('{"input": "', '{"input": "a" ')),
+    "quoted grammar": (quoted_lark, ('start: "', "start: /", "start: ")),
+    "chains": (lambda text: check_lark(text, "it"), ('start: "', "start: /", "start: %json ")),
+    "reasons": (reason_of, ("", 'invalid regex "', "failed to compile JSON schema: ", "1(2): ")),
+    "coder": (_read_xml(CODER), ("<tool_call>\n<function=write>\n<parameter=content>\n",)),
+    "glm": (_read_xml(GLM), ("<tool_call>write<arg_key>content</arg_key><arg_value>",)),
+    "minimax": (_read_xml(MINIMAX), ('<invoke name="write"><parameter name="content">',)),
+    "python": (lambda text: python_calls(text, {"write": WRITE}), ('[write(content="',)),
+    "gemma": (lambda text: gemma_call(text, {"write": WRITE}), ('call:write{content:<|"|>',)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_text_that_nothing_closes_is_read_once(name: str) -> None:
+    """0.01 s is usual; what grows with the square of the length takes many seconds."""
+    read, begins = READERS[name]
+    for begin in begins:
+        for unit in UNITS:
+            start_s = time.process_time()
+            with suppress(LowtideError, ValueError, RecursionError):
+                read(begin + unit * (NUM_CHARS // len(unit)))
+            assert time.process_time() - start_s < 0.5, (begin, unit)

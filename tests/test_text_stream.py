@@ -169,6 +169,23 @@ def test_a_window_never_grows(name: str, token: str) -> None:
     assert len(stream._window) <= TextStream._WINDOW_TOKENS + 1
 
 
+@pytest.mark.parametrize("name", ["qwen", "sentence pieces"])
+@pytest.mark.parametrize(
+    "text", ["\u00e9", "a\u00e9", "\u732b", "\U0001f44d", "\U0001f44d\u00e9\u732b"]
+)
+def test_a_window_never_grows_however_ids_are_divided(name: str, text: str) -> None:
+    tokenizer, data = ALL[name], text.encode() * 200
+    ids = [tokenizer.token_id(BYTES[byte]) or 0 for byte in data]
+    if name == "qwen":
+        ids = tokenizer.encode(data.decode())
+    for width in (1, 2, 3, 4, 8, 32, 48):
+        for first in range(1, 5):
+            stream = tokenizer.stream()
+            for start in (0, *range(first, len(ids), width)):
+                stream.push(ids[start : start + width] if start else ids[:first])
+                assert len(stream._window) <= TextStream._WINDOW_TOKENS + width
+
+
 def test_steps_of_a_decoder_in_order() -> None:
     inner = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     made = decoders.Sequence([decoders.ByteFallback(), inner, decoders.Metaspace()])

@@ -110,6 +110,7 @@ class Server:
                 ) from None
 
     def _deltas(self, response: HTTPResponse) -> Iterator[Delta]:
+        is_whole = False
         while line := response.readline(_MAX_BYTES):
             name, _, value = line.partition(b":")
             if name != b"data" or not value.strip():
@@ -119,7 +120,11 @@ class Server:
             chunk = self._object(value)
             if "error" in chunk:
                 raise UsageError(f"{self.url}: {self._error_text(value)}.")
-            yield _delta(chunk)
+            delta = _delta(chunk)
+            is_whole |= delta.reason is not None
+            yield delta
+        if not is_whole:  # without a length, a broken connection looks like an end
+            raise IncompleteRead(b"")
 
     def _object(self, text: bytes) -> dict[str, Any]:
         try:

@@ -47,6 +47,9 @@ class TextStream:
     A decoder treats a text's first word differently, and no character has as many tokens.
     """
 
+    _MAX_CHARACTER_TOKENS = 4
+    """Tokens of one character, a byte each: of as many neighbouring places one is no part of it."""
+
     def __init__(
         self,
         tokenizer: Decoding,
@@ -97,14 +100,17 @@ class TextStream:
         return new
 
     def _shorten(self, text: str) -> None:
-        """Keep the last ids of a window, unless they begin within a character."""
-        head, tail = self._window[: -self._KEPT_TOKENS], self._window[-self._KEPT_TOKENS :]
-        before, behind = self._tokenizer.decode(head), self._tokenizer.decode(tail)
+        """Keep the last ids of a window, from the first place that is within no character."""
         num_held = len(text) - self._num_sent
-        is_apart = text.startswith(before) and text.endswith(behind)
-        is_apart &= len(before) + len(behind) <= len(text)
-        if is_apart and len(behind) > num_held:
-            self._window, self._num_sent = tail, len(behind) - num_held
+        for num_more in range(self._MAX_CHARACTER_TOKENS):
+            num_kept = self._KEPT_TOKENS + num_more
+            head, tail = self._window[:-num_kept], self._window[-num_kept:]
+            before, behind = self._tokenizer.decode(head), self._tokenizer.decode(tail)
+            is_apart = text.startswith(before) and text.endswith(behind)
+            is_apart &= len(before) + len(behind) <= len(text)
+            if is_apart and len(behind) > num_held:
+                self._window, self._num_sent = tail, len(behind) - num_held
+                return
 
 
 def steps_of(part: Any) -> list[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ MAX_DEPTH = 64
 MAX_ENDS = 10_000
 """Most quotes of a call at which a string's end is looked for."""
 
-_BLANKS = r"\s{0,256}"
+_BLANKS = r"\s{0,256}+"
 _NAME = re.compile(NAME)
 _BARE = re.compile(r"[^,\[\]{}()\"\n]+")
 _KEY = re.compile(r"[\w.$/-]{1,256}")

@@ -7,7 +7,7 @@ import re
 from lowtide.parsing.call_json import parse_json
 
 _PART = re.compile(
-    r"""(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+    r"""(?P<string>"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+')|(?P<open>["'])"""
     r"|(?P<word>\b(?:True|False|None)\b)|(?P<comma>,(?=\s*[}\]]))",
     re.DOTALL,
 )
@@ -30,6 +30,8 @@ def loose_json(text: str) -> object:
 
 
 def _respelled(part: re.Match[str]) -> str:
+    if part["open"]:  # at once: each further quote would search the rest again
+        raise ValueError("a string that is not closed")
     if part["word"]:
         return _WORDS[part["word"]]
     if part["comma"]:

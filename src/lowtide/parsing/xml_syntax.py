@@ -64,7 +64,7 @@ class XmlSyntax:
         name, *behind = map(re.escape, self.parameter_name_end.split("><"))
         if behind:  # two tags, with blanks between them
             name = rf"{name}>\s*<{behind[0]}"
-        return re.compile(rf"{re.escape(self.parameter)}([^{end}\n]+){name}")
+        return re.compile(rf"{re.escape(self.parameter)}([^{end}\n]{{1,{MAX_NAME_CHARS}}}){name}")
 
     @cached_property
     def between(self) -> re.Pattern[str]:
@@ -92,11 +92,11 @@ class XmlSyntax:
         value, function, call = map(
             re.escape, (self.parameter_end, self.function_end, self.call_end)
         )
-        ends = [rf"{value}\s*{function}\s*(?:{call})?", function]
+        ends = [rf"{value}\s*+{function}\s*+(?:{call})?", function]
         if call:
-            ends.insert(1, rf"(?:{function}|{value})\s*{call}")
+            ends.insert(1, rf"(?:{function}|{value})\s*+{call}")
         begins = "|".join(re.escape(each) for each in (self.call_begin, self.function) if each)
-        return [re.compile(rf"{end}(?=\s*(?:\Z|{begins}))") for end in ends]
+        return [re.compile(rf"{end}(?=\s*+(?:\Z|{begins}))") for end in ends]
 
     @property
     def body_begins(self) -> tuple[str, str]:

@@ -32,6 +32,7 @@ from lowtide.serve.conversation import (
     ToolCall,
     Turn,
     arguments_of,
+    callable_tools,
     checked_choice,
     merged,
 )
@@ -174,7 +175,7 @@ class _MessageReader:
             turns += self._turns(message)
         if not turns:
             raise Refusal("The conversation must have a user message.", param="messages")
-        return Conversation(merged(turns), tuple(self._tools(tools)))
+        return Conversation(merged(turns), callable_tools(self._tools(tools)))
 
     def _turns(self, message: PlacedObject) -> Iterator[Turn]:
         role = message.one_of("role", ("user", "assistant", "system"))
@@ -225,9 +226,8 @@ class _MessageReader:
         self.ignored.append(block.at("document"))
         return left_out("document")
 
-    def _tools(self, declared: object) -> list[Tool]:
-        """Return the tools that the client runs; a later declaration replaces an earlier one."""
-        tools: dict[str, Tool] = {}
+    def _tools(self, declared: object) -> Iterator[Tool]:
+        """Yield the tools that the client runs."""
         for tool in objects_at(declared, "tools", MAX_TOOLS):
             kind = tool.get("type", "custom")
             if kind != "custom":
@@ -235,8 +235,7 @@ class _MessageReader:
                 continue
             name, description = tool.name("name"), tool.text("description", "")
             schema = tool.object("input_schema", {}).fields
-            tools[name] = Tool(name, description, schema, strict=tool.get("strict") is True)
-        return list(tools.values())
+            yield Tool(name, description, schema, strict=tool.get("strict") is True)
 
 
 def _system_turns(system: object) -> Iterator[Turn]:

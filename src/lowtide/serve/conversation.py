@@ -10,10 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.parsing.call_json import is_name
 from lowtide.parsing.loose_json import loose_json
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece
 from lowtide.parsing.tools import Tool
 from lowtide.serve.errors import Refusal
+
+_MODES = ("auto", "none", "required")
+"""Choices among tools that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +81,38 @@ class Conversation:
         return [turn.message() for turn in self.turns]
 
 
+def callable_tools(tools: Iterable[Tool]) -> tuple[Tool, ...]:
+    """Return the tools by name; a later declaration replaces an earlier one.
+
+    Raises Refusal for a name that no call can have: such a call would be read as text.
+    """
+    named = {tool.name: tool for tool in tools}
+    for name in named:
+        if not is_name(name):
+            raise Refusal(
+                f"The tool {name[:80]!r:.80} cannot be called: a name has up to 256 letters, "
+                "digits, and signs of _ . : / -. Rename it.",
+                param="tools",
+            )
+    return tuple(named.values())
+
+
 def checked_choice(
-    choice: str, is_name: bool, tools: Collection[str], left_out: Sequence[str] = ()
+    choice: str, names_tool: bool, tools: Collection[str], left_out: Sequence[str] = ()
 ) -> str:
     """Return the choice among tools as `Ask` has it: auto, none, required or a function's name.
 
     left_out: tools that the provider would run itself. Raises Refusal if no tool fits the choice.
     """
-    is_mode = choice in ("auto", "none") or (choice == "required" and bool(tools))
-    if choice in tools if is_name else is_mode:
+    if names_tool and choice in _MODES:
+        raise Refusal(
+            f"A tool named {choice!r} cannot be chosen by its name, since tool_choice means "
+            "something else by it: rename the tool.",
+            param="tool_choice",
+            code="unsupported",
+        )
+    is_mode = choice in _MODES and (choice != "required" or bool(tools))
+    if choice in tools if names_tool else is_mode:
         return choice
     reason = f"; these are run by a provider and not here: {', '.join(left_out):.200}"
     raise Refusal(

@@ -19,8 +19,7 @@ _CHARACTERS = re.compile(
 )
 """Complete characters inside a JSON string: no partial escape or surrogate pair at the end."""
 
-_CLOSED = re.compile(r'(?:"\s*\}?\s*|\\[\\u0-9a-fA-F]*)\Z')
-"""The end of the JSON string: its quote and brace, or an escape that was cut off."""
+_OF_ESCAPES = "\\u0123456789abcdefABCDEF"
 
 
 def custom_tool(name: str, description: str, grammar: tuple[str, str] | None) -> Tool:
@@ -76,8 +75,17 @@ class CustomInput:
         if isinstance(text, str) and text.startswith(self._sent):
             return text[len(self._sent) :]
         if value is None and self._place:  # no JSON: quotes that are not escaped
-            return _CLOSED.sub("", self._arguments[self._place :])
+            return _without_end(self._arguments[self._place :])
         return "" if self._place else self._arguments
+
+
+def _without_end(text: str) -> str:
+    """Remove the JSON string's quote and brace, or an escape that was cut off."""
+    body = text.rstrip().removesuffix("}").rstrip()
+    if body.endswith('"'):
+        return body[:-1]
+    place = text.find("\\", len(text.rstrip(_OF_ESCAPES)))
+    return text if place < 0 else text[:place]
 
 
 def _decoded(text: str) -> str:

@@ -22,11 +22,14 @@ _NOT_INSIDE = ("$defs", "definitions", "enum", "const", "default", "examples")
 """Keywords whose content is not applied to a value unless a reference leads there."""
 
 _LARK = re.compile(
-    r'"(?:\\.|[^"\\\n])*+"i?|(?:#|//)[^\n]*+|/(?:\\.|[^/\\])++/[imslux]*+|<[^<>\s]++>'
+    r'"(?:\\.|[^"\\\n])*+(?:"i?)?+|(?:#|//)[^\n]*+|/(?:\\.|[^/\\])++(?:/[imslux]*+)?+|<[^<>\s]++>'
     r"|(?P<json>%(?:json|llguidance|regex)\b)|(?P<statement>%\w++)|(?P<name>@?+[\w-]++)",
     re.DOTALL,
 )
-"""Tokens of a Lark grammar, so that names of rules are not sought in strings or comments."""
+"""Tokens of a Lark grammar, so that names of rules are not sought in strings or comments.
+
+What is not closed is one token, too: otherwise each further quote would search the rest again.
+"""
 
 _IS_DEFINED = re.compile(
     r"[ \t]*+(?:\{[^{}\n]*+\}[ \t]*+)?(?:\.[ \t]*+[+-]?\d++[ \t]*+)?(?:\[[^\[\]\n]*+\][ \t]*+)?:"

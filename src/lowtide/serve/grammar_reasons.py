@@ -12,10 +12,15 @@ from lowtide.files.json_file import printable
 
 MAX_CHARS = 300
 
+_MAX_READ = 1000
+"""Most characters of an error, without an expression that it quotes, that are searched."""
+
+_MAX_REGEX_CHARS = 60
+
 _EXCERPT = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
-_OF_REGEX = re.compile(r'invalid regex "(.{0,60})(.*)" \(in regex\): ', re.DOTALL)
-_DRAWN = re.compile(r"regex parse error:.*?error: ", re.DOTALL)
+_REGEX_BEGIN, _REGEX_END = 'invalid regex "', '" (in regex): '
+_DRAWN_BEGIN, _DRAWN_END = "regex parse error:", "error: "
 _SCHEMA = "failed to compile JSON schema: "
 _WORDS = (
     (r"Unimplemented keys: \[(.*)\]", r"keywords that are not supported: \1"),
@@ -29,10 +34,10 @@ _WORDS = (
     (r"NoExtension\w*.*", "no text fits it"),
     (r"(?:parser error: )?Too many items.*", "it is too complex: there are too many ways to go on"),
     (
-        r".*\b(?:fuel|too many states|too many expressions|LexerTooComplex|ParserTooComplex)\b.*",
+        r"\A.*\b(?:fuel|too many states|too many expressions|LexerTooComplex|ParserTooComplex)\b.*",
         "it is too complex",
     ),
-    (r".*\bgrammar size\b.*", "it is too large"),
+    (r"\A.*\bgrammar size\b.*", "it is too large"),
     (r"\s*<non-verbose/>", ""),
 )
 
@@ -43,8 +48,9 @@ def reason_of(error: str) -> str:
     place = _PLACE.match(text)
     text = _PLACE.sub("", text)
     is_of_schema = text.startswith(_SCHEMA)
-    text = _OF_REGEX.sub(_shortened, text.removeprefix(_SCHEMA))
-    text = _DRAWN.sub("", text)
+    text = _without_regex(text.removeprefix(_SCHEMA))
+    if len(text) > _MAX_READ:
+        text = f"{text[: _MAX_READ // 2]} ... {text[-_MAX_READ // 2 :]}"
     for pattern, words in _WORDS:
         text = re.sub(pattern, words, text, flags=re.DOTALL)
     if is_of_schema:
@@ -55,5 +61,14 @@ def reason_of(error: str) -> str:
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."
 
 
-def _shortened(found: re.Match[str]) -> str:
-    return f'invalid regex "{found[1]}{"..." if found[2] else ""}": '
+def _without_regex(text: str) -> str:
+    """Shorten a quoted expression, and remove the drawing of its error."""
+    begin, end = text.find(_REGEX_BEGIN), text.rfind(_REGEX_END)
+    start = begin + len(_REGEX_BEGIN)
+    if 0 <= begin and start <= end:
+        regex, behind = text[start:end], text[end + len(_REGEX_END) :]
+        cut = "..." if len(regex) > _MAX_REGEX_CHARS else ""
+        text = f'{text[:start]}{regex[:_MAX_REGEX_CHARS]}{cut}": {behind}'
+    begin = text.find(_DRAWN_BEGIN)
+    end = text.rfind(_DRAWN_END, begin + len(_DRAWN_BEGIN)) if begin >= 0 else -1
+    return text if end < 0 else text[:begin] + text[end + len(_DRAWN_END) :]

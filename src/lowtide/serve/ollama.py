@@ -26,7 +26,13 @@ from lowtide.parsing.tools import Tool
 from lowtide.plan import OWN_FORMAT
 from lowtide.schemas import model_schema
 from lowtide.serve.agent_api import check_request_depth, check_sampling, effort_options, headers_of
-from lowtide.serve.conversation import Conversation, ToolCall, Turn, arguments_of
+from lowtide.serve.conversation import (
+    Conversation,
+    ToolCall,
+    Turn,
+    arguments_of,
+    callable_tools,
+)
 from lowtide.serve.errors import NoEmbeddings, Refusal
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_body import JsonRoute
@@ -185,7 +191,7 @@ class OllamaChatBody(OllamaBody):
 
     def conversation(self) -> Conversation:
         """Return the conversation. Raise Refusal, with the path, for anything unreadable."""
-        tools = tuple(map(_tool, objects_at(self.tools, "tools", MAX_TOOLS)))
+        tools = callable_tools(map(_tool, objects_at(self.tools, "tools", MAX_TOOLS)))
         return Conversation(_MessageReader().turns(self.messages), tools)
 
 

@@ -31,6 +31,7 @@ from lowtide.serve.conversation import (
     Conversation,
     ToolCall,
     Turn,
+    callable_tools,
     calls_in,
     checked_choice,
     joined,
@@ -187,6 +188,12 @@ class ToolField(BaseModel):
     function: DeclaredFunction | None = None
     custom: DeclaredCustom | None = None
 
+    @property
+    def name(self) -> str:
+        """The tool's name; "" without a declaration."""
+        declared = self.custom if self.type == "custom" else self.function
+        return "" if declared is None else declared.name
+
     def tool(self, where: str) -> Tool:
         """Return the tool. Raise Refusal if its declaration is missing."""
         function, custom = self.function, self.custom
@@ -329,7 +336,7 @@ class ChatBody(OpenAIFields):
     def _conversation_and_choice(self) -> tuple[Conversation, str]:
         """Return the conversation with its callable tools, and the choice among them."""
         turns = tuple(each.turn(f"messages[{i}]") for i, each in enumerate(self.messages))
-        tools = tuple(each.tool(f"tools[{i}]") for i, each in enumerate(self.tools))
+        tools = callable_tools(each.tool(f"tools[{i}]") for i, each in enumerate(self.tools))
         names, choice = {tool.name for tool in tools}, self.tool_choice
         if isinstance(choice, str):
             return Conversation(turns, tools), checked_choice(choice, False, names)
@@ -400,7 +407,8 @@ class ChatReply(OpenAIReply[ChatBody]):
     def __init__(self, service: Service, body: ChatBody, asks: Sequence[Ask]) -> None:
         super().__init__(service, body, asks)
         self._held: dict[int, tuple[TokenLogprobs, ...]] = {}  # by answer
-        self._custom = {tool.custom.name for tool in body.tools if tool.custom is not None}
+        kinds = {tool.name: tool.type for tool in body.tools}
+        self._custom = {name for name, kind in kinds.items() if kind == "custom"}
         self._inputs: dict[int, tuple[int, CustomInput]] = {}  # by answer: a call being written
 
     def first_choices(self) -> Iterator[JsonObject]:

@@ -14,12 +14,16 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
 _PART = re.compile(
-    r'(?P<string>"(?:\\.|[^"\\\n])*"i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)'
+    r'(?P<string>"(?:\\.|[^"\\\n])*+(?P<end>"i?)?+)'
+    r"|(?P<regex>/(?:\\.|[^/\\\n])++(?P<flags>/[imslux]*+)?+)"
     r"|(?P<comment>(?:#|//)[^\n]*)|(?P<alias>->[ \t]*\w+)"
     r"|%import\s+common\.(?P<imported>\w+)(?P<renamed>\s*->\s*\w+)?"
     r"|(?P<other>%\w+|[@<\[~]|^[ \t]*[?!])|(?P<rule>\b_?[a-z]\w*)",
     re.MULTILINE,
 )
+"""Tokens that are rewritten. What is not closed is one, too: it is searched once."""
+
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*+"?|/(?:\\.|[^/\\])++/?')
 _RULE = re.compile(r"^(\w+)[ \t]*:", re.MULTILINE)
 _LINE_BREAKS = {"LF": r"\\n", "CR": r"\\r", "NEWLINE": r"(?:(?:\\r)?\\n)+"}
 _SAME = {"DIGIT", "HEXDIGIT", "INT", "LETTER", "LCASE_LETTER", "UCASE_LETTER", "WORD", "CNAME"}
@@ -47,7 +51,7 @@ def quoted_lark(grammar: str) -> str | None:
 
 def _is_recursive(rules: str) -> bool:
     """Return True if a rule refers to itself, directly or through others."""
-    parts = _RULE.split(re.sub(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/', "", rules))
+    parts = _RULE.split(_QUOTED.sub("", rules))
     uses = {
         name: set(re.findall(r"\w+", body))
         for name, body in zip(parts[1::2], parts[2::2], strict=True)
@@ -65,6 +69,12 @@ def _renamed(rule: str) -> str:
 
 def _rewritten(part: re.Match[str]) -> str:
     """Return one token of a grammar as it reads inside a JSON string. Raises _NotQuotable."""
+    if (
+        part["string"] is not None
+        and part["end"] is None
+        or (part["regex"] is not None and part["flags"] is None)
+    ):
+        return part[0]  # llguidance says that it is not closed
     if part["string"] is not None:
         return json.dumps(json.dumps(json.loads(part["string"]), ensure_ascii=False)[1:-1])
     if part["regex"] is not None:

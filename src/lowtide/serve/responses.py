@@ -32,7 +32,14 @@ from lowtide.parsing.pieces import (
 )
 from lowtide.parsing.tools import Tool
 from lowtide.serve.agent_api import AgentBody, effort_options, headers_of
-from lowtide.serve.conversation import Conversation, ToolCall, Turn, checked_choice, merged
+from lowtide.serve.conversation import (
+    Conversation,
+    ToolCall,
+    Turn,
+    callable_tools,
+    checked_choice,
+    merged,
+)
 from lowtide.serve.custom_tools import CustomInput, custom_arguments, custom_tool
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
@@ -115,9 +122,10 @@ def _asked(service: Service, body: ResponsesBody) -> tuple[Ask, ResponseReply, d
         raise Refusal("input has no message.", param="input")
     instructions = [Turn("system", body.instructions)] if body.instructions else []
     choice = _tool_choice(body.tool_choice, tools)
+    called = callable_tools(tools.tools.values())
     params = body.params(body.max_output_tokens or body.max_tokens)
     ask = Ask(
-        conversation=Conversation(merged([*instructions, *turns]), tuple(tools.tools.values())),
+        conversation=Conversation(merged([*instructions, *turns]), called),
         params=params,
         template_options=effort_options(body.reasoning.get("effort")),
         tool_choice=choice,
