@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
+# Tests start hundreds of programs, which then read their bytecode instead of making it.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Smaller than the demo model, so that experts are read from disk while it answers.
 DEMO_MEMORY ?= 6MiB
 
@@ -165,16 +168,17 @@ $(VENV)/.torch:
 		|| echo 'uv cannot fetch PyTorch for this machine; pip installs the build that it finds.'
 	touch $@
 
+# Of these packages few modules are ever imported, and so compiled.
 $(VENV)/.lowtide-dev: $(VENV)/.lowtide
-	$(PIP) -e '.[dev]'
+	$(PIP) --no-compile -e '.[dev]'
 	touch $@
 
 $(VENV)/.lowtide-ray: $(VENV)/.lowtide-dev
-	$(PIP) 'lowtide[dev-ray]'
+	$(PIP) --no-compile 'lowtide[dev-ray]'
 	touch $@
 
 $(VENV)/.lowtide-browser: $(VENV)/.lowtide-dev
-	$(PIP) 'lowtide[dev-browser]'
+	$(PIP) --no-compile 'lowtide[dev-browser]'
 	touch $@
 
 $(PEERS)/.peers: $(VENV)/.lowtide-dev

@@ -226,6 +226,7 @@ def test_a_strict_tool_beside_one_that_cannot_be_compiled(form: CallFormat, kind
     said = (
         SAID if form is not GPT_OSS else "<|channel|>analysis<|message|>x<|end|><|start|>assistant"
     )
+    grammars = grammars_of(form.tokenizer)
     for name, arguments, is_right in (
         ("paint", right, True),
         ("paint", wrong, False),
@@ -234,7 +235,7 @@ def test_a_strict_tool_beside_one_that_cannot_be_compiled(form: CallFormat, kind
         ("odd", wrong, True),
     ):
         unguided: list[str] = []
-        made = grammars_of(form.tokenizer).applied(
+        made = grammars.applied(
             request_of(form.tokenizer, form.prompt), None, tools, on_unguided=unguided.append
         )
         assert isinstance(made.mask, GrammarMask)

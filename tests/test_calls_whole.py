@@ -375,7 +375,7 @@ def test_a_value_of_many_marks_is_read_a_few_times(
     monkeypatch.setattr(xml_text, "parse_json", counted)
     monkeypatch.setattr(xml_text, "loose_json", counted)
     tool = Tool("f", "", {"properties": {"a": {"type": kind}, "b": STRING}})
-    value = "[" + f"\n{between}<parameter=b>" * 3000
+    value = "[" + f"\n{between}<parameter=b>" * 800
     read(CODER.tokenizer, xml(parameter("a", value), name="f"), [tool])
     assert num_read < 40 * len(value)
 

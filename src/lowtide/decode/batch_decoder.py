@@ -388,4 +388,6 @@ def nothing_to_heed() -> None:
 
 def joined(parts: Sequence[PassRows]) -> PassRows:
     """Concatenate the row kinds of a pass."""
+    if len(parts) == 1:
+        return parts[0]
     return PassRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

@@ -144,7 +144,9 @@ def choose(logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]) -> list
     """
     raw: list[Tensor | None] = [None] * len(sequences)
     if not isinstance(logits, ArgMax):
-        raw = [sequence.prepare(row) for sequence, row in zip(sequences, logits, strict=True)]
+        raw = [
+            sequence.prepare(row) for sequence, row in zip(sequences, logits.unbind(), strict=True)
+        ]
     samplings = [sequence.sampling for sequence in sequences]
     tokens = choose_next(logits, samplings, [sequence.num_known for sequence in sequences])
     counts = [sequence.request.params.logprobs or 0 for sequence in sequences]

@@ -183,7 +183,7 @@ class HostTier:
         for layer in self.late.layers:
             self.arrive(layer)
         self.claim(-1, ())
-        if wait(self._set_aside.values(), WAIT_LIMIT_S).not_done:
+        if self._set_aside and wait(self._set_aside.values(), WAIT_LIMIT_S).not_done:
             raise self._stalled_aside()
         self.settle()
 

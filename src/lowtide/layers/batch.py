@@ -75,7 +75,7 @@ class Batch:
     def counts(self) -> Counts:
         """Counts that determine the sizes of the pass's transients."""
         return Counts(
-            len(self.token_ids),
+            self.token_ids.shape[0],
             max(min(one.stop - one.start, one.block_length) for one in self.segments),
             max(max(one.end_position, one.sees_to) for one in self.segments),
             self.logit_rows,

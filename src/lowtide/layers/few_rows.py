@@ -38,6 +38,9 @@ from lowtide.memory.workspace import Buffers, State
 MAX_SHORT_ROWS = 32
 """Most rows of a short pass with any kernels: memory is planned for as many on every processor."""
 
+_NO_TOKENS: IntArray = np.empty((1, 0, 2), np.int64)
+_NO_SEQUENCES: IntArray = np.empty((0, 4), np.int64)
+
 
 class Places(NamedTuple):
     """Places of a layer's scratch in the block of a pass."""
@@ -91,7 +94,7 @@ class ShortPass:
         """Begin another pass over the same memory; layers: those that will be run."""
         # Rows of a prompt or a block, which see each other, go the long way.
         self.attends = all(segment.goes_by_rows for segment in batch.segments)
-        tokens, sequences = np.empty((1, 0, 2), np.int64), np.empty((0, 4), np.int64)
+        tokens, sequences = _NO_TOKENS, _NO_SEQUENCES
         if self.attends:
             tokens = _tokens(batch, kv_cache)
         if self.attends and kv_cache.has_states:
@@ -249,13 +252,13 @@ def _routing(num_rows: int, num_chosen: int) -> Routing:
 
 def _tokens(batch: Batch, kv_cache: KVCache) -> IntArray:
     """Return `PassFacts.tokens`, claiming the rows in the cache."""
-    tokens = np.empty((kv_cache.num_groups, len(batch.token_ids), 2), np.int64)
+    tokens = np.empty((kv_cache.num_groups, batch.token_ids.shape[0], 2), np.int64)
     for segment in batch.segments:
         first, num_rows = segment.first_position, segment.stop - segment.start
         kv_cache.claim(segment.kv, first, num_rows)
         rows = tokens[:, segment.start : segment.stop]
         rows[:, :, 0] = np.array(kv_cache.origins(segment.kv))[:, None]
-        rows[:, :, 1] = range(first + 1, first + num_rows + 1)
+        rows[:, :, 1] = np.arange(first + 1, first + num_rows + 1)
     return tokens
 
 

@@ -73,7 +73,7 @@ class Rotations:
 
     def whole(self, rope: Rope) -> Rotation:
         """Return the rotation of all rows."""
-        return self.of(rope, slice(0, len(self._positions)))
+        return self.of(rope, slice(0, self._positions.shape[0]))
 
     def of(self, rope: Rope, rows: slice) -> Rotation:
         """Return the rotation of a tile's rows.

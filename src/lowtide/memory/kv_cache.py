@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -112,7 +111,9 @@ class KVCache(TokenSpans[KVRange]):
             store.join(self._gate, self._give_way)
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
         places = places or [KVPlace(0, index) for index in range(len(tensors[0]))]
-        self._arrays = [place and self._layer(place) for place in places]
+        all_tensors = [*tensors, *(each for store in self._windows for each in store.tensors)]
+        self._arrays = [place and keys_and_values(all_tensors, place) for place in places]
+        self.dtype = all_tensors[0].dtype  # of keys and values: the compute dtype
         # By layer: which of the windows it is in; -1: none, as it keeps all tokens.
         self._window_of = [max(-1, place.group - len(tensors)) if place else -1 for place in places]
         self.max_range_tokens = max_range_tokens or self.num_tokens
@@ -121,11 +122,6 @@ class KVCache(TokenSpans[KVRange]):
         # Bytes in which all that is kept is weighed.
         self._unit_bytes = self.token_bytes or sum(store.token_bytes for store in self._windows)
         self._kept: list[KVRange] = []  # the first one is dropped first
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of keys and values: the compute dtype."""
-        return self._tensors[0].dtype
 
     @property
     def has_states(self) -> bool:
@@ -436,6 +432,9 @@ class KVCache(TokenSpans[KVRange]):
         """
         if self._pages is None:
             return
+        is_plain = kv_range.states is None and not kv_range.windows
+        if is_plain and num_tokens <= kv_range.num_usable:
+            return  # as for nearly all tokens
         # A window slides before it needs more than its capacity.
         needs = [
             (store, window, usable_with(window, num_tokens - window.first))
@@ -648,16 +647,6 @@ class KVCache(TokenSpans[KVRange]):
             raise InternalError(f"Layer {layer} stores no tokens.")
         return arrays
 
-    def _layer(self, place: KVPlace) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, which are one tensor where it has one array."""
-        arrays = self._tensors[place.group][place.number].unbind()
-        return arrays[0], arrays[-1]
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        """All tensors, those of windows last."""
-        return [*self._storage, *(tensor for store in self._windows for tensor in store.tensors)]
-
     def _cut_tokens(self, kv_range: KVRange, num_tokens: int, capacity: int) -> None:
         """Keep a range's first `num_tokens` tokens, and room for `capacity`."""
         self._turn_back(kv_range, num_tokens)
@@ -715,6 +704,8 @@ class KVCache(TokenSpans[KVRange]):
 
     def _slide(self, kv_range: KVRange, first: int, stop: int) -> None:
         """Make room in windows for a pass over the positions from `first` to `stop`."""
+        if not self._windows:
+            return
         pairs = list(zip(self._windows, kv_range.windows, strict=True))
         num_dropped = [store.num_without_room(window, first, stop) for store, window in pairs]
         if not any(num_dropped):
@@ -914,6 +905,12 @@ def cache_over(
         windows,
         shape.num_tokens,
     )
+
+
+def keys_and_values(tensors: Sequence[Tensor], place: KVPlace) -> tuple[Tensor, Tensor]:
+    """Return keys and values of a layer, which are one tensor where it has one array."""
+    arrays = tensors[place.group][place.number].unbind()
+    return arrays[0], arrays[-1]
 
 
 def usable_with(span: Span, num_tokens: int) -> int:

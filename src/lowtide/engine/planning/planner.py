@@ -271,7 +271,7 @@ class Planner:
             passes.append((num_rows, num_tokens))
         return [
             Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))
-            for rows, block_length in passes
+            for rows, block_length in dict.fromkeys(passes)
         ]
 
     def _prompts_in_chunks(self) -> list[tuple[Segment, tuple[int, ...]]]:

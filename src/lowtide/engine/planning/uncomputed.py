@@ -30,6 +30,8 @@ class Uncomputed(TorchFunctionMode):
     ) -> object:
         named = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name in _TORCHS_OWN:
+            return func(*args, **named)
         several = args[0] if args and isinstance(args[0], tuple) else args
         tensors = [value for value in several if isinstance(value, Tensor)]
         is_meta = all(tensor.is_meta for tensor in tensors)
@@ -91,6 +93,11 @@ def _like(x: Tensor, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
 def _flash(query: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     return _empty(query.shape, query.dtype), _empty(query.shape[:3], torch.float32)
 
+
+_TORCHS_OWN = frozenset(
+    ("__get__", "__getitem__", "__len__", "numel", "view", "narrow", "expand", "permute", "t")
+)
+"""Attributes and views: most of a pass' calls, and none of them computes."""
 
 _BINARY = ("add", "sub", "mul", "div", "__rsub__", "__rdiv__", "__rpow__", "logaddexp")
 _UNARY = ("rsqrt", "sigmoid", "silu", "cos", "sin")

@@ -193,7 +193,8 @@ class Worker:
                 self._begin_waiting()
                 if self._decoder.has_work:
                     self._step()
-                    self._end_dropped()
+                    if self._dropped:
+                        self._end_dropped()
         except BaseException as error:
             self._fault = error
         self.end()
