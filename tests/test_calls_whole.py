@@ -220,6 +220,29 @@ def test_a_forgotten_mark_takes_nothing_along(call: str) -> None:
         assert read(CODER.tokenizer, call, TOOLS, step=step) == [expected]
 
 
+@named
+@examples(20)
+@given(
+    st.lists(
+        st.text(st.sampled_from("aé😀 <>\"'=:,(){}[]\n\\/@$|.-"), min_size=1, max_size=6)
+        .filter(lambda name: name == name.strip())
+        .filter(bool),
+        min_size=1,
+        max_size=3,
+        unique=True,
+    )
+)
+def test_a_schema_s_names_are_read_however_they_are_spelled(
+    form: CallFormat, names: list[str]
+) -> None:
+    """A grammar makes the model write them as they are."""
+    members = {name: {"type": "string"} for name in names}
+    tool = Tool("f", "", {"type": "object", "properties": members, "required": names})
+    given = dict.fromkeys(names, "v")
+    text = form.text(("f", given))
+    assert read(form.tokenizer, text, [tool], form.prompt) == [as_told("f", given)]
+
+
 def test_a_name_that_the_schema_has_not() -> None:
     """It is of the text before it, and a parameter behind a value that is no text."""
     call = xml(parameter("lines", "[1]"), parameter("why", "x"), parameter("path", "a"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lowtide.files import long_json
@@ -14,6 +14,15 @@ from lowtide.parsing.tools import Tool
 
 NAME = r"[\w.:/-]{1,256}"
 """Regular expression of a function's name."""
+
+
+def key_pattern(usual: str, names: Iterable[str]) -> str:
+    """Return the pattern of a parameter's name: a usual one, or one of these, however spelled.
+
+    names: of a tool's schema, which its grammar makes the model write as they are.
+    """
+    others = [name for name in names if name.strip() and re.fullmatch(usual, name) is None]
+    return "|".join([*map(re.escape, sorted(others, key=len, reverse=True)), usual])
 
 
 class Call(NamedTuple):

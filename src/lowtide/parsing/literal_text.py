@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
-from lowtide.parsing.call_json import NAME, Call, is_name, json_text, parse_json
+from lowtide.parsing.call_json import NAME, Call, is_name, json_text, key_pattern, parse_json
 from lowtide.parsing.schema_types import ANY, SchemaTypes, ValueType, fits
 from lowtide.parsing.tools import Tool
 from lowtide.parsing.xml_text import typed
@@ -27,7 +27,6 @@ MAX_ENDS = 10_000
 _BLANKS = r"\s{0,256}+"
 _NAME = re.compile(NAME)
 _BARE = re.compile(r"[^,\[\]{}()\"\n]+")
-_KEY = re.compile(r"[\w.$/-]{1,256}")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _ESCAPE = re.compile(
@@ -46,12 +45,14 @@ class NoLiteral(ValueError):
 class _Spelling(NamedTuple):
     """Quotes of strings, longest first, and the texts around a call's arguments.
 
-    prefix: pattern of letters before a quote. behind: pattern of what may follow a call.
+    prefix: pattern of letters before a quote. key: pattern of a usual name. behind: pattern of what
+    may follow a call.
     """
 
     quotes: tuple[str, ...]
     prefix: str
     has_escapes: bool
+    key: str
     assign: str
     close: str
     behind: str
@@ -61,11 +62,14 @@ _PYTHON = _Spelling(
     ('"""', "'''", '"', "'"),
     "[bBfFrRuU]{0,2}",
     True,
+    r"[\w.$/-]{1,256}",
     "=",
     ")",
     rf"{_BLANKS}(?:\]?{_BLANKS}\Z|,{_BLANKS}(?:\]|{NAME}{_BLANKS}\())",
 )
-_GEMMA = _Spelling((GEMMA_QUOTE, '"'), "", False, ":", "}", rf"{_BLANKS}\Z")
+_GEMMA = _Spelling(
+    (GEMMA_QUOTE, '"'), "", False, r'[^\s:,<>|"\[\]{}]{1,256}', ":", "}", rf"{_BLANKS}\Z"
+)
 
 
 def python_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
@@ -98,10 +102,15 @@ class _Reader:
         self._num_ends = 0
         last = re.escape(spelling.close) + spelling.behind
         self._last = re.compile(rf"{_BLANKS},?{_BLANKS}{last}")
-        assign = re.escape(spelling.assign)
         quotes = "|".join(map(re.escape, spelling.quotes))
         self._opening = re.compile(rf"({spelling.prefix})({quotes})")
-        self._next_key = re.compile(rf"{_BLANKS},{_BLANKS}({_KEY.pattern}){_BLANKS}{assign}")
+        self._expect(())
+
+    def _expect(self, names: Iterable[str]) -> None:
+        """Take a schema's names as keys, too (see `key_pattern`)."""
+        key, assign = key_pattern(self._spelling.key, names), re.escape(self._spelling.assign)
+        self._key = re.compile(key)
+        self._next_key = re.compile(rf"{_BLANKS},{_BLANKS}({key}){_BLANKS}{assign}")
 
     def calls(self) -> list[Call]:
         """Return all calls of the text."""
@@ -151,6 +160,7 @@ class _Reader:
         """Take the arguments of a call and its closing bracket."""
         types = SchemaTypes({} if tool is None else tool.parameters)
         schemas = types.parameters()
+        self._expect([*schemas, *types.inner_names()])
         is_known = self._is_known and schemas and not types.takes_others()
         values: dict[str, object] = {}
         while not self.takes(self._spelling.close):
@@ -172,7 +182,7 @@ class _Reader:
     def _name(self) -> str:
         """Take a key, bare or in quotes."""
         self._skip_blanks()
-        return self._string(":", None) if self._quote() else self._word(_KEY)
+        return self._string(":", None) if self._quote() else self._word(self._key)
 
     def _value(self, depth: int, close: str = "") -> object:
         """Take a value. close: the bracket that closes what it is in."""

@@ -104,6 +104,19 @@ class SchemaTypes:
             joined[name] = schemas[0] if len(schemas) == 1 else {"allOf": schemas}
         return joined
 
+    def inner_names(self) -> set[str]:
+        """Return the names that the schema lists for members of any object in it."""
+        names, left, num_seen = set[str](), [self._root], 0
+        while left and num_seen < MAX_NODES:
+            node, num_seen = left.pop(), num_seen + 1
+            if isinstance(node, Mapping):
+                members = node.get("properties")
+                names |= members.keys() if isinstance(members, Mapping) else set()
+                left += node.values()
+            elif isinstance(node, list):
+                left += node
+        return names
+
     def required(self) -> set[str]:
         """Return the names of an object's required members."""
         lists = [node.get("required") for node in self._parts(("allOf",))]

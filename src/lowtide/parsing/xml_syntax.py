@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+from lowtide.parsing.call_json import key_pattern
 
 MAX_NAME_CHARS = 256
 
@@ -57,14 +60,17 @@ class XmlSyntax:
         body = "|".join(map(re.escape, self.body_begins))
         return re.compile(rf"{begin}(?=\s*(?:{body}))|{re.escape(self.function_end)}")
 
-    @cached_property
-    def parameter_tag(self) -> re.Pattern[str]:
-        """Pattern of the text before a value, whose group is the parameter's name."""
+    def parameter_tag(self, names: Iterable[str]) -> re.Pattern[str]:
+        """Return the pattern of the text before a value; its group is the parameter's name.
+
+        names: of the function's schema, see `key_pattern`.
+        """
         end = re.escape(self.parameter_name_end[:1])
+        key = key_pattern(rf"[^{end}\n]{{1,{MAX_NAME_CHARS}}}", names)
         name, *behind = map(re.escape, self.parameter_name_end.split("><"))
         if behind:  # two tags, with blanks between them
             name = rf"{name}>\s*<{behind[0]}"
-        return re.compile(rf"{re.escape(self.parameter)}([^{end}\n]{{1,{MAX_NAME_CHARS}}}){name}")
+        return re.compile(rf"{re.escape(self.parameter)}({key}){name}")
 
     @cached_property
     def between(self) -> re.Pattern[str]:

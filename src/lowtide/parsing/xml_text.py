@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from lowtide.parsing.call_json import Call, is_name, json_text, parse_json
@@ -42,9 +42,10 @@ def xml_call(syntax: XmlSyntax, text: str, tools: Mapping[str, Tool]) -> Call | 
     if not body.lstrip().startswith(syntax.parameter):
         return None if body.strip() else Call(name, "{}")
     types = SchemaTypes({} if name not in tools else tools[name].parameters)
+    names = types.parameters().keys()
     values: dict[str, object] | None = None
     for inside in (_calls_inside(syntax, body), []):  # a value may also seem to hold a call
-        begins = _begins(syntax, body, inside)
+        begins = _begins(syntax, body, inside, names)
         if begins and not body[: begins[0].start].strip():
             values = _Values(syntax, body, begins, types).read()
             if types.required() <= values.keys():
@@ -52,16 +53,19 @@ def xml_call(syntax: XmlSyntax, text: str, tools: Mapping[str, Tool]) -> Call | 
     return None if values is None else Call(name, json_text(values))
 
 
-def _begins(syntax: XmlSyntax, body: str, spans: Sequence[tuple[int, int]]) -> list[_Begin]:
-    """Find the marks of parameters outside of the given spans."""
+def _begins(
+    syntax: XmlSyntax, body: str, spans: Sequence[tuple[int, int]], names: Collection[str]
+) -> list[_Begin]:
+    """Find the marks of parameters outside of the given spans. names: of the schema."""
     starts = [start for start, _ in spans]
     found = []
-    for tag in syntax.parameter_tag.finditer(body):
+    for tag in syntax.parameter_tag(names).finditer(body):
         place = bisect_left(starts, tag.start()) - 1
         if place < 0 or spans[place][1] <= tag.start():
             before = body[max(0, tag.start() - 64) : tag.start()].rstrip()
             is_behind_end = before.endswith(syntax.parameter_end)
-            found.append(_Begin(tag[1].strip(), tag.start(), tag.end(), is_behind_end))
+            name = tag[1] if tag[1] in names else tag[1].strip()
+            found.append(_Begin(name, tag.start(), tag.end(), is_behind_end))
     return found
 
 
