@@ -238,7 +238,7 @@ class KeptSequences:
     def copy_states(self, sequence: Running) -> None:
         """Copy a sequence's states after a pass that ended where they may be wanted."""
         place = sequence.num_cached
-        if place <= self._num_reusable(sequence) and self._is_copied_at(sequence, place):
+        if self._is_copied_at(sequence, place) and place <= self._num_reusable(sequence):
             self._kv_cache.snapshot(sequence.kv, may_drop=place in sequence.cuts)
 
     def expect_copies(self, sequence: Running, ends: Sequence[int]) -> tuple[int, ...]:
