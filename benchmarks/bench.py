@@ -158,7 +158,7 @@ LARGE = (
         "3 steps of each length and turn, not 6",
     ),
     Script(
-        "elastic",
+        "moving_memory",
         10,
         (
             *("--families", "qwen3_moe", "--traces", "chats", "--longest", "4096"),

@@ -113,7 +113,7 @@ def measure_case(case: Case, num_means: int, num_passes: int) -> dict[str, Any]:
 
     def settle() -> None:
         for asked, decision in zip(facts, decided, strict=True):
-            policies._settle(receipts, asked, decision, NO_MOVES)
+            policies.settle(receipts, asked, decision, NO_MOVES)
 
     works = {"substitute_us": substitute, "both_us": both, "settle_us": settle}
     each = {name: _each_us(work, num_means, num_passes) for name, work in works.items()}

@@ -11,8 +11,8 @@ from row_model import RowStatisticsFromLogits
 from lowtide.config import StateArray
 from lowtide.core import Step, StepKind
 from lowtide.decode.logits import LOGIT_ROWS
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
-from lowtide.engine.running.elastic import kv_pages, kv_pages_of, paged_states
+from lowtide.engine.planning.budget_division import SMALL_GROUP_BYTES
+from lowtide.engine.running.moving_memory import kv_pages, kv_pages_of, paged_states
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, cache_over
@@ -170,12 +170,12 @@ class StatefulHashModel(HashModel):
             raise InternalError("as told")
 
 
-def make_state_cache(num_tokens: int, num_slots: int, is_elastic: bool = False) -> KVCache:
+def make_state_cache(num_tokens: int, num_slots: int, is_paged: bool = False) -> KVCache:
     """Make the cache of a `StatefulHashModel` of two times two layers."""
     array = (StateArray((1,)), StateArray((5,), "float64"))
     layout = StateLayout(((), array) * 2, torch.int64, num_slots)
     shape = KVShape.of([(2, 1, 1), None] * 2, num_tokens)
-    if not is_elastic:
+    if not is_paged:
         storage = [torch.zeros(group, dtype=torch.int64) for group in shape.groups]
         memory = torch.full((layout.num_bytes,), 0x7F, dtype=torch.uint8)
         return KVCache(storage, places=shape.places, states=StateStore(layout, memory))
@@ -213,14 +213,14 @@ class WindowedHashModel(HashModel):
 
 
 def make_windowed_cache(
-    num_tokens: int, windows: Sequence[int], max_rows: int, is_elastic: bool = False
+    num_tokens: int, windows: Sequence[int], max_rows: int, is_paged: bool = False
 ) -> KVCache:
     """Make the cache of a `WindowedHashModel`; max_rows 0: one that keeps everything."""
     shape = KVShape.of([(2, 1, 1)] * len(windows), num_tokens)
     if max_rows:
         shape = KVShape.of([(2, 1, 1)] * len(windows), num_tokens, windows, max_rows)
     dtype = torch.int64
-    if is_elastic:
+    if is_paged:
         layouts = [KVLayout(each, dtype) for each in shape.storage]
         num_bytes = sum(each.address_bytes(SMALL_GROUP_BYTES) for each in layouts)
         pages = kv_pages_of(PageBudget(num_bytes), shape, dtype, None)

@@ -222,7 +222,7 @@ def test_what_is_cancelled_or_left_ends_alone(llm: AsyncLLM, expected: Any) -> N
     async def ask() -> None:
         with passes_that_wait(llm):
             cancelled = asyncio.create_task(llm.generate([PROMPTS[2]], long))
-            while not worker_of(llm)._answers:  # it has begun
+            while not worker_of(llm).num_running:  # it has begun
                 await asyncio.sleep(0.001)
             other = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
             async with aclosing(llm.stream(PROMPTS[1], long)) as left:

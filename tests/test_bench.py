@@ -91,7 +91,7 @@ def test_at_the_least_budget_hits_are_in_slots_that_sequences_lent(
         slots["planned"] == plan_model(MODEL, context=128, **least, **options).fast_tier.num_slots
     )
     assert slots["lent"] > 0 and slots["given"] > 0 and 0 < run.hit_rate < 1
-    monkeypatch.setattr("lowtide.engine.planning.plan.elastic_tokens", lambda planner, plan: 0)
+    monkeypatch.setattr("lowtide.engine.planning.plan.max_cache_tokens", lambda planner, plan: 0)
     run, account = turn()
     assert run.hit_rate == 0 and "slots" not in account
 

@@ -231,7 +231,7 @@ def test_a_pass_that_another_request_made_fail_counts_once(monkeypatch: pytest.M
         monkeypatch.setattr(BlockSequence, "choose", failing)
         hold_pass(llm, monkeypatch, 2)
         running = pool.submit(llm.generate, [PROMPT], PARAMS)
-        wait_until(lambda: len(worker_of(llm)._answers) == 1)
+        wait_until(lambda: worker_of(llm).num_running == 1)
         with pytest.raises(NumericError):
             llm.generate([other], PARAMS)
         [again] = running.result()
@@ -312,7 +312,7 @@ def test_a_replay_decides_as_the_runtime_did(
 
     A replay has the planned slots, none that sequences lend.
     """
-    monkeypatch.setattr("lowtide.engine.planning.plan.elastic_tokens", lambda planner, plan: 0)
+    monkeypatch.setattr("lowtide.engine.planning.plan.max_cache_tokens", lambda planner, plan: 0)
     options = {"miss": miss, "rho": "none", "max_mass": "0.3", "tae": "off", "beta": "off"}
     options |= placement
     with profiled() as seen, open_half(device, **options) as llm:

@@ -189,11 +189,13 @@ def test_an_answer_is_given_up_for_another_one_alone(monkeypatch: pytest.MonkeyP
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(sys, "stdin", Typed())
     for name in ("generate", "token_ids", "max_new_tokens", "stats"):
+        talk.err.truncate(0)
+        talk.err.seek(0)
         with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", Typed("/retry\n"))
             patch.setattr(talk.llm, name, interrupted)
-            talk.conversation._reported(talk.conversation._commands["/retry"], "")
+            talk.conversation.run()
         assert "(stopped)" in talk.err.getvalue()
         assert talk.turns.messages() == before
 

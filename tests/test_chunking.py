@@ -125,7 +125,7 @@ def test_a_template_is_the_graph_of_any_counts(model: Planner, planner: PassPlan
         counts = Counts(tokens, tokens, tokens + more, min(tokens, logit_rows), asked)
         chunks = {operator: int(rng.integers(1, 9)) for operator in OPERATOR_TILES}
         registered = registered_graph(model, counts, chunks)
-        template = planner._template(counts)
+        template = planner.template(counts)
         assert set(template.at(symbols(counts, chunks)).transients) == set(registered.transients)
         values = symbols(counts, chunks)
         assert template.peak(values)[0] == registered.least_bytes
@@ -146,7 +146,7 @@ def test_a_pass_of_two_sequences_takes_no_more_than_its_template_says(
         counts = Counts(longer + shorter, longer, longer, longer, EVERY_KIND[:1])
         chunks = {operator: int(rng.integers(1, 9)) for operator in OPERATOR_TILES}
         registered = registered_graph(model, counts, chunks)
-        planned = planner._template(counts).at(bounds(counts, chunks))
+        planned = planner.template(counts).at(bounds(counts, chunks))
         room = {one.path: one.num_bytes for one in planned.transients}
         assert all(one.num_bytes <= room[one.path] for one in registered.transients)
         assert registered.least_bytes <= planned.least_bytes
@@ -156,7 +156,7 @@ def test_queries_of_several_sequences_are_those_of_the_longest(
     model: Planner, planner: PassPlanner
 ) -> None:
     counts = Counts(4000, 1000, 1000, 1000, EVERY_KIND[:1])
-    planned = planner._template(counts).at(bounds(counts, dict.fromkeys(OPERATOR_TILES, 1)))
+    planned = planner.template(counts).at(bounds(counts, dict.fromkeys(OPERATOR_TILES, 1)))
     spec = model.config.layers[0].mixer
     row_bytes = spec.num_heads * spec.head_dim * model.memory.dtype.itemsize
     for one in planned.transients:
@@ -206,7 +206,7 @@ CHUNKED = tuple(OPERATOR_TILES)
 
 
 def needed(planner: PassPlanner, counts: Counts, chunks: Mapping[str, int]) -> int:
-    return planner._template(counts).at(bounds(counts, chunks)).needed_bytes
+    return planner.template(counts).at(bounds(counts, chunks)).needed_bytes
 
 
 @examples(20)

@@ -29,7 +29,6 @@ from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
 from lowtide.cli.conversation import ChatIO, TerminalChat
 from lowtide.cli.live import MASK, LiveView
-from lowtide.cli.options import resolve
 from lowtide.cli.plan import format_object
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
@@ -454,15 +453,13 @@ def test_chat_outlives_a_refused_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", Screen())
     llm: Any = PretendLLM(MODEL, progress=None)
-    out = terminal()
-    places = ChatIO(out, Console(file=io.StringIO()))
+    places = ChatIO(terminal(), Console(file=io.StringIO()))
     conversation = TerminalChat(llm, SamplingParams(), Turns(True), places, str)
-    llm.fault = KeyboardInterrupt()
-    conversation._answer("hello")
-    llm.fault = None
-    conversation._answer("go on")
+    for said, fault in (("hello", KeyboardInterrupt()), ("go on", None)):
+        monkeypatch.setattr(sys, "stdin", Screen(f"{said}\n"))
+        llm.fault = fault
+        conversation.run()
     assert [m["content"] for m in llm.asked[1][0]] == ["hello", "one\n", "go on"]
 
 
@@ -657,16 +654,17 @@ def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     config = types.SimpleNamespace(decoding=Causal(), max_positions=4096)
     monkeypatch.setattr(PretendLLM, "config", config)
     llm: Any = PretendLLM(MODEL, progress=None)
-    out = terminal()
+    out, turns = terminal(), Turns(True)
     places = ChatIO(out, Console(file=io.StringIO()))
-    conversation = TerminalChat(llm, SamplingParams(), Turns(True), places, str)
-    conversation._answer("hello")
+    conversation = TerminalChat(llm, SamplingParams(), turns, places, str)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    conversation.run()
     assert shown(out) == "one\ntwo\ufffd[2J\n"
-    monkeypatch.setattr(sys, "stdin", Screen())
+    monkeypatch.setattr(sys, "stdin", Screen("again\n"))
     llm.fault = KeyboardInterrupt()
-    conversation._answer("again")
+    conversation.run()
     assert llm.asked[1][0][1]["content"] == PretendLLM.answer
-    assert conversation._turns._turns[-1][1] == "one\n"
+    assert turns.last_answer == "one\n"
 
 
 def test_logprobs_are_part_of_the_object_when_asked_for() -> None:
@@ -921,7 +919,7 @@ def test_a_closed_reader_ends_every_command_quietly(words: list[str]) -> None:
 
 def test_a_warning_of_ours_is_a_notice_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    command._start_log(resolve({}, {}))
+    assert run("plan", MODEL).exit_code == 0
     own = str(Path(command.__file__).parents[1] / "reading" / "any.py")
     assert warnings.formatwarning("slow \x1b", UserWarning, own, 1) == "lowtide: slow \ufffd\n"
     assert "UserWarning: slow" in warnings.formatwarning("slow", UserWarning, "/any.py", 1)

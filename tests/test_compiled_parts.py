@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ from packed_matrices import BLOCKS, SECTIONED, matrix_of, name_of, unit_of
 from lowtide import SamplingParams
 from lowtide.errors import UnsupportedError
 from lowtide.formats import MatrixFormat
-from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu import library
 from lowtide.kernels.cpu.building import kept_libraries
@@ -187,10 +185,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has just begun."""
     if shutil.which("c++") is None:
         pytest.skip("nothing can be compiled here")
-    monkeypatch.setattr(library, "_loaded", {})
-    for name in ("_compiled", "_compiled_pack"):
-        fresh = functools.cache(getattr(choice, name).__wrapped__)
-        monkeypatch.setattr(choice, name, fresh)
+    monkeypatch.setattr(library, "loaded", {})
 
 
 def test_every_source_is_of_one_part() -> None:
@@ -210,7 +205,7 @@ def test_a_format_s_own_parts_are_all_that_it_is_computed_with(
     rounded = frozenset((stored.name,) * rounds_rows)
     asked = parts_of([stored], rounded)
     kernels = choose_kernels("auto", torch.bfloat16, rounded=rounded, formats=[stored])
-    assert {*library._loaded} == {*with_needed(asked), "core"}
+    assert {*library.loaded} == {*with_needed(asked), "core"}
     matrix = matrix_of(stored, (16, 2 * max(unit_of(stored), 128)))
     for num_rows in (1, 17, 40):
         x = torch.randn(num_rows, matrix.shape[1]).bfloat16()
@@ -218,7 +213,7 @@ def test_a_format_s_own_parts_are_all_that_it_is_computed_with(
         kernels.multiply_by(x, matrix, out)
     kernels.unpack(matrix, torch.empty(*matrix.shape).bfloat16())
     kernels.several_experts([stored] * 3)
-    assert {*library._loaded} == {*with_needed(asked), "core"}
+    assert {*library.loaded} == {*with_needed(asked), "core"}
 
 
 @pytest.mark.parametrize("rounds_rows", [False, True])
@@ -227,15 +222,15 @@ def test_a_type_that_nobody_asked_for_is_loaded_or_an_error(
 ) -> None:
     matrix = matrix_of(BLOCKS[-1], (4, 512))
     operators = PackedOperators(load_kernels(), rounds_rows=rounds_rows)
-    assert {*library._loaded} == {"core"}
+    assert {*library.loaded} == {"core"}
     assert operators.matrix_call(matrix) is not None
-    assert f"{'rounded' if rounds_rows else 'packed'}/{BLOCKS[-1].name}" in library._loaded
+    assert f"{'rounded' if rounds_rows else 'packed'}/{BLOCKS[-1].name}" in library.loaded
 
     def fail(*_: object) -> None:
         raise UnsupportedError("The compiler has gone.")
 
-    monkeypatch.setattr(library, "_load", fail)
-    monkeypatch.setattr(library, "_loaded", {"core": load_kernels()})
+    monkeypatch.setattr(library, "load_parts", fail)
+    monkeypatch.setattr(library, "loaded", {"core": load_kernels()})
     again = PackedOperators(load_kernels(), rounds_rows=rounds_rows)
     with pytest.raises(UnsupportedError, match="has gone"):
         again.matrix_call(matrix)
@@ -261,14 +256,14 @@ def test_no_part_is_loaded_once_a_model_is_open(
     reference: str | Path = model if is_demo else gguf_file
     options = {"format": "q4"} if is_demo else {}
     with LLM(reference, context=256, activations=activations, dtype="bfloat16", **options) as llm:
-        loaded = {*library._loaded}
+        loaded = {*library.loaded}
         assert len(loaded) > 3
         for length in (1, 40):
             llm.generate([[5] * length], SamplingParams(max_tokens=3), progress=False)
-        assert {*library._loaded} == loaded
+        assert {*library.loaded} == loaded
 
 
 def test_weights_in_bfloat16_need_the_core_alone(nothing_loaded: None) -> None:
     with LLM("demo:autoregressive", context=256) as llm:
         llm.generate("47 + 85", SamplingParams(max_tokens=3), progress=False)
-        assert {*library._loaded} == {"core"}
+        assert {*library.loaded} == {"core"}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PlanError
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape
 from lowtide.memory.kv_pages import KVLayout, KVPages
@@ -36,19 +36,19 @@ def fixed(num_heads: int, num_arrays: int) -> Callable[[int], KVCache]:
     return make
 
 
-def elastic(num_tokens: int) -> KVCache:
+def paged(num_tokens: int) -> KVCache:
     """Four tokens of a head fill a page."""
     layout = KVLayout(storage_shape(NUM_LAYERS, 2, 256, num_tokens), torch.float32)
     pages = HostPages(layout.address_bytes(PAGE_BYTES), PAGE_BYTES)
     account = PageBudget(1 << 40).open("KV cache")
-    memory = KVPages((ElasticArena(pages, account, layout.num_parts), layout))
+    memory = KVPages((PagedArena(pages, account, layout.num_parts), layout))
     return KVCache(memory.storage, memory)
 
 
 CACHES: Mapping[str, Callable[[int], KVCache]] = {
     "heads": fixed(num_heads=2, num_arrays=2),
     "latent": fixed(num_heads=1, num_arrays=1),
-    "elastic": elastic,
+    "paged": paged,
 }
 
 

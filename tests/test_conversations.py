@@ -207,8 +207,8 @@ def check_kept(llm: LLM, most_tokens: int) -> None:
     """No more is kept than that, all is within the budget, and no staging slot is gone."""
 
     def look(engine: Engine) -> tuple[int, int, int]:
-        assert engine.elastic is not None
-        cache, pages = engine.kv_cache, engine.elastic._shared.budget
+        assert engine.moving is not None
+        cache, pages = engine.kv_cache, engine.moving.shared.budget
         assert pages.num_free_bytes >= 0
         assert engine.as_dict()["num_slots"] >= engine.plan.num_staging
         num_usable = sum(kept.num_usable for kept in cache.kept)
@@ -252,7 +252,7 @@ def test_experts_that_want_their_slots_back_get_them(models: dict[str, Path]) ->
 
         def ask(engine: Engine) -> tuple[int, int]:
             before = len(engine.kv_cache.kept)
-            engine.kv_cache._pages.account.give_way(1)  # type: ignore[union-attr, misc]
+            engine.kv_cache.pages.account.give_way(1)  # type: ignore[union-attr, misc]
             return before, len(engine.kv_cache.kept)
 
         assert loop_of(llm).run(ask) == (1, 0)

@@ -66,9 +66,8 @@ def variants() -> list[FewRows]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where compiled kernels go: an empty cache, and nothing loaded in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(choice, "_compiled", choice._compiled.__wrapped__)
-    monkeypatch.setattr(choice, "_why_not", {})
-    monkeypatch.setattr(library, "_loaded", {})
+    monkeypatch.setattr(choice, "why_not", {})
+    monkeypatch.setattr(library, "loaded", {})
     return tmp_path / "lowtide" / "kernels"
 
 
@@ -628,7 +627,7 @@ def test_what_rounds_weights_is_built_with_the_kernels(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(choice, "load_parts", noted)
     monkeypatch.setattr(choice, "load_part", lambda name: asked.append([name]))
-    choice._compiled_pack.cache_clear()
+    choice.choose_pack.cache_clear()
     opened = open_model("demo:autoregressive", EngineConfig(context=64, format="q8"))
     load(opened, make_plan(opened)).close()
     assert CORE in asked[0] and PACKING in asked[0]
@@ -703,7 +702,7 @@ def test_a_folder_in_another_user_s_is_refused(
     os.chown(cache.parent, 12345, 12345)
     with pytest.raises(StorageError, match=f"{cache.parent} belongs to another user"):
         load_library(source)
-    monkeypatch.setattr(building, "_SYSTEM_FOLDERS", (cache.parent,))  # root's in a container
+    monkeypatch.setattr(building, "SYSTEM_FOLDERS", (cache.parent,))  # root's in a container
     check_loads(source, cache)
 
 

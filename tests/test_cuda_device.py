@@ -247,7 +247,7 @@ def test_what_fails_while_queueing_is_a_device_error() -> None:
 def test_pageable_memory_goes_through_the_ring(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(cuda, "PIECE_BYTES", piece_bytes)
     home, layer, streams = HostExperts(), Layer(20), StandInStreams()
     wanted = layer.expected(home)
     device = make_device(home, streams, is_pinned=False)

@@ -38,11 +38,11 @@ from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.logits import Model
 from lowtide.decode.request import Finished, Request
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
+from lowtide.engine.planning.budget_division import SMALL_GROUP_BYTES
 from lowtide.engine.running.decoding import run_pass
-from lowtide.engine.running.elastic import kv_pages
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.kept_room import KeptRoom
+from lowtide.engine.running.moving_memory import kv_pages
 from lowtide.families import SynthSize, families, register, unregister
 from lowtide.files import kept_file, own_folder
 from lowtide.files.kept_file import KeyLayout
@@ -301,9 +301,9 @@ class Talk:
         """No range is in another's place, and all that is shared is within the plan."""
         cache, engine = self._subject.kv_cache, self._subject.engine
         check_ranges(cache)
-        if engine is None or engine.elastic is None:
+        if engine is None or engine.moving is None:
             return
-        shared = engine.elastic._shared
+        shared = engine.moving.shared
         assert shared.budget.num_free_bytes >= 0
         assert shared.kv.committed_bytes == shared.kv.account.num_bytes
         assert shared.arena.committed_bytes == shared.slots_account.num_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from inside import loop_of
-from whole import LIMIT_S, Setting
+from whole import LIMIT_S, PythonTransfer, Setting
 
 from lowtide import SamplingParams
 from lowtide.engine.running.engine import Engine
@@ -47,7 +47,7 @@ class Drive:
 
         monkeypatch.setattr(os, "preadv", late_preadv)
         # Compiled reads are tests/test_compiled_reader.py's.
-        monkeypatch.setattr(transfer, "_kept_ranges", lambda *_: None)
+        monkeypatch.setattr("lowtide.engine.running.experts.DiskTransfer", PythonTransfer)
 
 
 @pytest.fixture
@@ -112,11 +112,10 @@ def test_a_read_that_never_ends_is_told_with_its_file(
 PROGRAM = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[2])
-from whole import Setting
+from whole import Setting, reads_in_python
 from lowtide import SamplingParams
-from lowtide.experts import transfer
-transfer._kept_ranges = lambda *_: None
-llm = Setting("lru", 0.0).open(sys.argv[1])
+with reads_in_python():
+    llm = Setting("lru", 0.0).open(sys.argv[1])
 is_asked = threading.Event()
 def preadv(*arguments):
     is_asked.set()

@@ -30,12 +30,14 @@ from inside import engine_of, intake_of, loop_of, worker_of
 from whole import LIMIT_S, Setting, check_idle, settle, wait_until
 
 from lowtide import SamplingParams
+from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Event, Finished, Prefill, Request
-from lowtide.engine.running import policy_setting, probing
+from lowtide.engine.running import policy_setting
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.loop import QueuedAnswers
 from lowtide.engine.running.worker import WorkItem
 from lowtide.errors import InternalError, LowtideError, PlanError, StorageError, UsageError
+from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
 
@@ -227,7 +229,7 @@ def test_ctrl_c_is_heard_at_once_and_ends_its_own_call_only(
         assert ask(llm, 0) == model.answers[0]
 
 
-WAITS = {QueuedAnswers._next_delivery.__code__, WorkItem.result.__code__}
+WAITS = {QueuedAnswers.events.__code__, WorkItem.result.__code__}
 
 
 def interrupt_once_it_waits() -> threading.Thread:
@@ -248,16 +250,17 @@ def interrupt_once_it_waits() -> threading.Thread:
 def test_ctrl_c_ends_logits_between_their_passes(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_heard, logits_pass, calls = threading.Event(), probing._logits_pass, []
-
-    def interrupting(*arguments: Any) -> None:
-        calls.append(arguments)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert is_heard.wait(LIMIT_S)
-        logits_pass(*arguments)
-
+    is_heard, calls = threading.Event(), list[Batch]()
     with model.open() as llm:
-        monkeypatch.setattr(probing, "_logits_pass", interrupting)
+        forward = engine_of(llm).model.forward
+
+        def interrupting(batch: Batch) -> torch.Tensor:
+            calls.append(batch)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert is_heard.wait(LIMIT_S)
+            return forward(batch)
+
+        monkeypatch.setattr(engine_of(llm).model, "forward", interrupting)
         with pytest.raises(KeyboardInterrupt):
             llm.logits([5] * 900)
         is_heard.set()
@@ -339,12 +342,12 @@ def test_closing_ends_all_that_is_asked(model: Model, monkeypatch: pytest.Monkey
 def test_who_waits_is_told_though_closing_fails(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails() -> None:
+    def fails(decoder: BatchDecoder[Any, Any]) -> None:
         raise InternalError("as told")
 
     with model.open() as llm:
         passes = Passes(llm, monkeypatch)
-        monkeypatch.setattr(worker_of(llm)._decoder, "close", fails)
+        monkeypatch.setattr(BatchDecoder, "close", fails)
         with passes.held():
             asked = Together(asks(llm, 0))
             assert passes.is_held.wait(LIMIT_S)
@@ -619,7 +622,7 @@ def test_threads_that_ask_at_random(
             gc.collect()
             settle(llm)
             worker = worker_of(llm)
-            assert not worker._answers and not worker._work and not worker._waiting
+            assert worker.is_idle and not worker.num_running
             check_idle(llm)
             assert ask(llm, 1) == model.answers[1]
     assert is_all_free(engine_of(llm).kv_cache)

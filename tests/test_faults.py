@@ -8,7 +8,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import pytest
 from programs import python
 from test_regular_file import at_once
 from typer.testing import CliRunner
-from whole import Setting, check_idle, no_more_threads, reads_counted
+from whole import Setting, check_idle, no_more_threads, reads_counted, reads_in_python
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
@@ -36,9 +36,8 @@ from lowtide.errors import (
     UnsupportedError,
     UsageError,
 )
-from lowtide.experts import transfer
-from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.experts.slots import ExpertSlots
 from lowtide.families.llada2.model import LLaDA2
 from lowtide.llm import LLM
 from lowtide.model_folder.checkpoint import Checkpoint
@@ -532,7 +531,7 @@ CHECKPOINTS = {
     "after a read has started": Interrupter(FileReader, "submit", is_after=True),
     "before a layer's experts": Interrupter(ExpertRuntime, "forward"),
     "after a layer's experts": Interrupter(ExpertRuntime, "forward", is_after=True),
-    "in an expert's use": Interrupter(HostExpertExecutor, "_run"),
+    "in an expert's use": Interrupter(ExpertSlots, "weights"),
     "before a pass": Interrupter(LLaDA2, "forward"),
     "after a pass": Interrupter(LLaDA2, "forward", is_after=True),
     "before logits": Interrupter(LLaDA2, "logits"),
@@ -540,13 +539,11 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_ctrl_c_while_generating(
-    whole_model: Path, expected: Reference, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_generating(whole_model: Path, expected: Reference, checkpoint: str) -> None:
     interrupter = CHECKPOINTS[checkpoint]
-    if interrupter.owner is FileReader:  # whose reads no compiled thread does
-        monkeypatch.setattr(transfer, "_kept_ranges", lambda *_: None)
-    with nothing_left(whole_model), LEAST.open(whole_model) as llm:
+    # No compiled thread does what a `FileReader` is asked for.
+    readers = reads_in_python() if interrupter.owner is FileReader else nullcontext()
+    with readers, nothing_left(whole_model), LEAST.open(whole_model) as llm:
         for at in (0, 1, 2, 7, 20):
             with interrupter.armed(at), pytest.raises(KeyboardInterrupt):
                 llm.generate([PROMPT, [*PROMPT, 9]], PARAMS)

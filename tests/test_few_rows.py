@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,27 +23,25 @@ from rounded_files import write_rounded
 from torch import Tensor
 from whole import Observed, rows_asked
 
-from lowtide.core import Curve, PassRows, RowKind, Step, StepKind
+from lowtide.core import Curve, Facts, PassRows, RowKind, Step, StepKind
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.plan import make_plan
 from lowtide.engine.running import policy_setting
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.wiring import load
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.compiled_residents import CompiledResidents
-from lowtide.experts.host_executor import HostExpertExecutor
-from lowtide.experts.rows import LayerCall
-from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families import families
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.layer import CompiledLayer, CompiledLayers
-from lowtide.kernels.layer_parts import Status
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth, write_checkpoint
 from lowtide.models.decoder import Decoder
+from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.reads_ahead import AheadTrial
 
 AT_ONCE = (
@@ -147,7 +147,6 @@ def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
     """
     found = []
     with opened(folders[family]) as engine:
-        assert all(block.whole is not None for block in engine.model._blocks)
         for shape in ((1, 1), (3, 1), (2, 2)):
             with one_by_one():
                 found.append(decoded(engine, *shape))
@@ -368,16 +367,21 @@ def test_all_layers_are_one_call_where_no_policy_is_asked(
     """
     with opened(folders["qwen2_moe"]) as engine:
         expected, before = decoded(engine, 2), engine.as_dict()["num_hits"]
-        kept = engine.model._short_pass
         forward, asked = WholeLayer.forward, []
+        begin, begun = ShortPass.begin, list[ShortPass]()
 
         def noting(layer: WholeLayer, few: ShortPass, batch: Batch) -> None:
             asked.append(few)
             forward(layer, few, batch)
 
+        def noted(few: ShortPass, *given: Any) -> None:
+            begun.append(few)
+            begin(few, *given)
+
         monkeypatch.setattr(WholeLayer, "forward", noting)
+        monkeypatch.setattr(ShortPass, "begin", noted)
         assert are_equal(decoded(engine, 2), expected)
-        assert not asked and engine.model._short_pass is kept
+        assert not asked and len(begun) == 3 and len({*map(id, begun)}) == 1
         num_hits = engine.as_dict()["num_hits"] - before
         monkeypatch.setattr(WholeModel, "run", lambda self, short: False)
         assert are_equal(decoded(engine, 2), expected)
@@ -399,10 +403,10 @@ def test_logits_of_few_rows_are_of_no_more(folders: dict[str, Path]) -> None:
 # Experts whose rows were routed elsewhere
 
 
-def gpt_oss(folder: Path, is_packed: bool) -> Path:
-    """Tiny; its experts in MXFP4 or in bfloat16."""
+def gpt_oss(folder: Path, is_packed: bool, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Tiny; its experts in MXFP4 or in `dtype`."""
     seed, changes = 0 if is_packed else 1, {"num_local_experts": 16, "num_hidden_layers": 3}
-    return write_model("gpt_oss", seed, folder, torch.bfloat16, **changes).folder
+    return write_model("gpt_oss", seed, folder, dtype, **changes).folder
 
 
 @contextmanager
@@ -410,7 +414,7 @@ def decided_in_python() -> Iterator[None]:
     """Policies are asked of each layer, and each expert is run for itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledResidents, "takes", lambda self, call: False)
-        patch.setattr(HostExpertExecutor, "_divided", lambda self, here: ([], here))
+        patch.setattr(BatchedExperts, "takes_experts", lambda self, num_tokens: num_tokens < 0)
         yield
 
 
@@ -424,7 +428,8 @@ def test_experts_behind_torchs_router(
     Nor does a compiled call change the hits and their consequences, by the same costs: `lowtide`
     measures them.
     """
-    monkeypatch.setattr(policy_setting, "_read_s", lambda *_: 1e-3)
+    # A clock by which reads always take as long.
+    monkeypatch.setattr(policy_setting, "perf_counter", count(0, 8e-3).__next__)
     monkeypatch.setattr(policy_setting, "measure_device_s", lambda *_: Curve([(1, 1e-4)]))
     folder, found, counts = gpt_oss(tmp_path / "model", is_packed), [], []
     for share in (1.0, 0.3):
@@ -443,32 +448,34 @@ def test_experts_behind_torchs_router(
 def test_experts_behind_torchs_router_are_compiled_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    run = ExpertRuntime._run
+    asked: list[int] = []
+    decide = Policies.decide
 
-    def noting(runtime: ExpertRuntime, call: LayerCall) -> None:
-        asked.append(len(call.x))
-        run(runtime, call)
+    def noting(policies: Policies, facts: Facts, run: Facts | None = None) -> Decision:
+        asked.append(int(facts.demand.num_tokens.sum()))
+        return decide(policies, facts, run)
 
-    monkeypatch.setattr(ExpertRuntime, "_run", noting)
+    monkeypatch.setattr(Policies, "decide", noting)
     with opened(gpt_oss(tmp_path / "model", True), 0.3, policy="lru") as engine:
+        num_chosen = engine.model.config.moe_shape.num_experts_per_token
         decoded(engine, 2, prompt=PROMPT)
-        assert set(asked) == {2 * PROMPT}  # prompts, not single rows
+        assert set(asked) == {2 * PROMPT * num_chosen}  # prompts, not single rows
         asked.clear()
         engine.experts.observer = Observed()
         decoded(engine, 2, prompt=PROMPT)
-        assert set(asked) == {2 * PROMPT, 2}
+        assert set(asked) == {2 * PROMPT * num_chosen, 2 * num_chosen}
 
 
 def test_an_interrupt_while_experts_behind_torchs_router_are_read(tmp_path: Path) -> None:
-    def interrupt(residents: CompiledResidents, status: Status) -> None:
+    """Experts that are stored in another type are read by Python, which compiled calls ask."""
+
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with opened(gpt_oss(tmp_path / "model", True), 0.3, policy="lru") as engine:
+    with opened(gpt_oss(tmp_path / "model", False, torch.float16), 0.3, policy="lru") as engine:
         expected = decoded(engine, 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CompiledResidents, "serve", interrupt)
-            patch.setattr(engine.experts._compiled._struct, "reader", None)  # Python is to read
+            patch.setattr(engine.experts.host.transfer, "start", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 decoded(engine, 1)
         assert are_equal(decoded(engine, 1), expected)

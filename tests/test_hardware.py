@@ -81,7 +81,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(machine, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(machine, "RATE_LIMIT_S", 0.0)
-    monkeypatch.setattr(machine, "_PRODUCT_SIZE", 64)
+    monkeypatch.setattr(machine, "PRODUCT_SIZE", 64)
     monkeypatch.setattr(doctor, "SCRATCH_BYTES", machine.READ_BYTES)
     monkeypatch.setattr(checkup, "BUSY_SPREAD", math.inf)  # of so few repeats
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from inside import loop_of
-from test_elastic_arena import physical_bytes
-from test_elastic_memory import model as model  # a fixture
+from test_moving_memory import model as model  # a fixture
+from test_paged_arena import physical_bytes
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import align_up
@@ -44,7 +44,7 @@ class System:
         self.free_bytes = 1 << 40
         module = "lowtide.engine.running.moving_slots"
         monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: self.free_bytes)
-        monkeypatch.setattr(f"{module}._LOOK_S", 0.0)
+        monkeypatch.setattr(f"{module}.LOOK_S", 0.0)
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def check_home(llm: LLM, num_slots: int) -> None:
 
     def look(engine: Engine) -> None:
         assert engine.home is not None
-        slots = engine.home._slots
+        slots = engine.home.slots
         host = engine.experts.host
-        with engine.home._at_rest():
+        with engine.home.at_rest():
             host.ledger.check_integrity()
         assert slots.num_live == num_slots == host.ledger.num_slots
         held_bytes = align_up(num_slots * host.slots.layout.num_bytes, slots.arena.group_bytes)
@@ -140,11 +140,11 @@ def test_a_refusal_of_the_system_leaves_what_there_is(
         num_planned, num_least = llm.plan.host.num_slots, num_staging(llm.plan)
         system.free_bytes = 100 << 20
         assert answers(llm) == words
-        arena = loop_of(llm).look(lambda engine: engine.home._slots.arena)
-        system.free_bytes, arena._free_bytes = 1 << 40, lambda: 0
+        arena = loop_of(llm).look(lambda engine: engine.home.slots.arena)
+        system.free_bytes, arena.free_bytes = 1 << 40, lambda: 0
         assert answers(llm) == words
         check_home(llm, num_least)
-        arena._free_bytes = available_memory_bytes
+        arena.free_bytes = available_memory_bytes
         assert answers(llm) == words
         check_home(llm, num_planned)
     assert physical_bytes(arena) == 0

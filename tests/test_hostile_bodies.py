@@ -246,7 +246,7 @@ def test_values_are_counted_as_they_are_parsed(
 ) -> None:
     body = json.dumps(value, ensure_ascii=is_ascii, indent=indent).encode("utf-8", "surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "_CHUNK_BYTES", chunk)
+        patch.setattr(json_body, "CHUNK_BYTES", chunk)
         assert count_values(body, 10**6) == num_values(value)
         if num_values(value) > 5:
             assert count_values(body, 5) > 5

@@ -6,11 +6,13 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from device_faults import failing_copies, failing_reads, failing_runs, host_work_spoiled
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,21 +26,16 @@ from lowtide.decode.request import Request
 from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
 from lowtide.experts import device_tier, host_tier
 from lowtide.experts.batched_experts import BatchedExperts
-from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
-from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.kernels.cpu.reader import CompiledReader
-from lowtide.kernels.reference import Kernels
 from lowtide.lab.calibrate import calibrate
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.plan import plan_facts
 from lowtide.policies.presets import fetches_all, options_of, preset_names
-from lowtide.reading.file_reader import FileReader
 from lowtide.record import recorded
 from lowtide.replay.trace import Trace
 
@@ -88,13 +85,6 @@ def runtime_of(llm: LLM) -> ExpertRuntime:
     return engine_of(llm).experts
 
 
-def beside_of(llm: LLM) -> HostExpertExecutor:
-    """Return the executor that runs the host's experts beside the device."""
-    executor = runtime_of(llm).executor
-    assert isinstance(executor, DeviceExpertExecutor)
-    return executor._beside
-
-
 def tier_of(llm: LLM) -> DeviceTier:
     tier = runtime_of(llm).device
     assert tier is not None
@@ -105,7 +95,7 @@ def check_idle(llm: LLM) -> None:
     """No slot is lost, shared or leased between passes."""
     settle(llm)
     link, ledger = tier_of(llm).link, tier_of(llm).link.ledger
-    assert ledger.num_free + ledger.num_resident + len(link._coming) == ledger.num_slots
+    assert ledger.num_free + ledger.num_resident + link.num_coming == ledger.num_slots
     link.abandon()
     ledger.check_integrity()
 
@@ -155,7 +145,7 @@ def test_hits_of_layers_that_are_whole_are_counted(
     diffusion: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are kept to be added up together."""
-    monkeypatch.setattr(device_tier, "_MAX_COUNTS", 5)
+    monkeypatch.setattr(device_tier, "MAX_COUNTS", 5)
     num_hits = 0
 
     class Counter:
@@ -269,36 +259,26 @@ def refuse(*_: object, **__: object) -> None:
     raise Broken("on purpose")
 
 
-def one_by_one(patch: pytest.MonkeyPatch) -> None:
-    """As if every expert had more rows than one call over several takes."""
-    patch.setattr(BatchedExperts, "takes_experts", lambda _, num_tokens: num_tokens < 0)
-
-
 def check_fails_once(case: Case, llm: LLM, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         case.answer(llm)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lowtide", "dali"])
-def test_a_failing_copy(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_copy(diffusion: Case, policy: str) -> None:
     with diffusion.open(policy, 0.3) as llm:
-        with monkeypatch.context() as patch:
-            patch.setattr(tier_of(llm).device._slots, "image", refuse)
-            check_fails_once(diffusion, llm, DeviceError, "on purpose")
+        with failing_copies(llm):
+            check_fails_once(diffusion, llm, DeviceError, "must match the size")
         diffusion.check(llm)
 
 
 @pytest.mark.parametrize("policy", ["all-host", "lru"])
-def test_a_failing_expert(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with diffusion.open(policy, 0.3) as llm:
-        with monkeypatch.context() as patch:
-            one_by_one(patch)
-            broken = Kernels()
-            patch.setattr(broken, "gated_mlp", refuse)
-            patch.setattr(beside_of(llm), "kernels", broken)
-            patch.setattr(tier_of(llm).device, "kernels", broken)
-            with pytest.raises((Broken, DeviceError), match="on purpose"):
-                diffusion.answer(llm)
+def test_a_failing_expert(diffusion: Case, policy: str) -> None:
+    with host_work_spoiled() as host, diffusion.open(policy, 0.3) as llm:
+        host.before = refuse
+        with failing_runs(llm), pytest.raises((Broken, DeviceError)):
+            diffusion.answer(llm)
+        host.before = None
         diffusion.check(llm)
 
 
@@ -347,14 +327,9 @@ def test_an_interrupt_while_a_call_over_several_experts_is_under_way(
         diffusion.check(llm)
 
 
-def test_a_failing_read(diffusion: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise StorageError("no such sector")
-
+def test_a_failing_read(diffusion: Case) -> None:
     with diffusion.open("lowtide", 0.3, 0.2) as llm:
-        with monkeypatch.context() as patch:
-            patch.setattr(FileReader, "_run", fail)
-            patch.setattr(CompiledReader, "read", fail)
+        with failing_reads(llm):
             check_fails_once(diffusion, llm, StorageError, "no such sector")
         diffusion.check(llm)
 
@@ -363,8 +338,8 @@ def test_a_host_thread_that_hangs_is_an_error(
     diffusion: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    with diffusion.open("all-host", 0.0) as llm:
-        threads = beside_of(llm).threads
+    with host_work_spoiled() as host, diffusion.open("all-host", 0.0) as llm:
+        threads = engine_of(llm).executor
         drain = threads.drain
 
         def release_and_drain() -> None:
@@ -373,12 +348,9 @@ def test_a_host_thread_that_hangs_is_an_error(
             drain()
 
         with monkeypatch.context() as patch:
-            one_by_one(patch)
             patch.setattr(host_tier, "WAIT_LIMIT_S", 0.05)
             patch.setattr(threads, "drain", release_and_drain)
-            hanging = Kernels()
-            patch.setattr(hanging, "gated_mlp", lambda *_: release.wait(LIMIT_S))
-            patch.setattr(beside_of(llm), "kernels", hanging)
+            host.before = partial(release.wait, LIMIT_S)
             check_fails_once(diffusion, llm, DeviceError, "has not been computed within 0.05 s")
         diffusion.check(llm)
 
@@ -462,10 +434,11 @@ def moves_of(case: Case, home_share: float, tau: str) -> tuple[int, int, int, in
     with case.open("tide", 0.4, home_share, policy_options=options) as llm:
         [request] = intake_of(llm).requests([case.prompt], MANY)
         answers(llm, [request])
-        stats, num_waiting = llm.stats(), len(tier_of(llm).link._moves)
+        stats = llm.stats()
         check_idle(llm)
-    asked, done = int(stats["num_moves_asked"]), int(stats["num_moves_done"])
-    return asked, done, num_waiting, int(stats["num_hits"])
+    names = ("num_moves_asked", "num_moves_done", "num_moves_waiting", "num_hits")
+    asked, done, num_waiting, num_hits = (int(stats[name]) for name in names)
+    return asked, done, num_waiting, num_hits
 
 
 @pytest.mark.parametrize("tau", ["2", "4", "8"])

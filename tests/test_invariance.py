@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inside import engine_of, intake_of
 from torch import Tensor
-from whole import Setting, Trajectories, answers, check_idle, same_bits
+from whole import Setting, Trajectories, answers, check_idle, reads_in_python, same_bits
 
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
-from lowtide.decode.request import Finished, Request
-from lowtide.experts import compiled_residents, transfer
+from lowtide.decode.request import Event, Finished, Request
+from lowtide.experts import compiled_residents
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_tier import HostTier
 from lowtide.kernels.layer_parts import Status
@@ -128,6 +128,7 @@ def reads_end_in_random_order(seed: int) -> Iterator[None]:
     pick = random.Random(seed)
     waiting: list[_LateAnswer] = []
     real_wait, real_serve = HostTier.wait, CompiledResidents.serve
+    real_submit = FileReader.submit
 
     def finish_one() -> None:
         waiting.pop(pick.randrange(len(waiting))).finish()
@@ -145,13 +146,12 @@ def reads_end_in_random_order(seed: int) -> Iterator[None]:
             real_serve(residents, status)
 
     def submit(reader: FileReader, reads: Sequence[Read]) -> Ticket:
-        late = _LateAnswer(functools.partial(reader._run, reads), waiting, pick)
+        late = _LateAnswer(lambda: real_submit(reader, reads).result(), waiting, pick)
         waiting.append(late)
         return late
 
-    with pytest.MonkeyPatch.context() as patch:
+    with reads_in_python(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileReader, "submit", submit)
-        patch.setattr(transfer, "_kept_ranges", lambda *_: None)  # all reads are Python's
         patch.setattr(HostTier, "wait", wait)
         patch.setattr(compiled_residents, "INTERRUPT_POLL_S", 1e-4)
         patch.setattr(CompiledResidents, "serve", serve)
@@ -216,16 +216,25 @@ class Margins:
     @contextmanager
     def noted(self) -> Iterator[Margins]:
         choose, route = BlockSequence.choose, SigmoidRouter.route
-        margins = self
+        denoised, margins, chosen = BlockSequence.denoised, self, set[int]()  # chosen: in this pass
 
         def noting_choose(
             sequence: BlockSequence, logits: Tensor, prediction: BlockPrediction, part: slice
         ) -> None:
-            margin = _token_margin(logits, sequence.request)
-            seen = margins.tokens.setdefault(sequence.request.id, [])
-            is_new = len(seen) == sequence._num_forwards
-            seen[sequence._num_forwards :] = [margin if is_new else min(margin, seen[-1])]
+            own, margin = sequence.request.id, _token_margin(logits, sequence.request)
+            seen = margins.tokens.setdefault(own, [])
+            if own in chosen:
+                margin = min(margin, seen.pop())
+            seen.append(margin)
+            chosen.add(own)
             choose(sequence, logits, prediction, part)
+
+        def noting_denoised(sequence: BlockSequence, *given: Any) -> list[Event]:
+            own = sequence.request.id
+            if own not in chosen:
+                margins.tokens.setdefault(own, []).append(math.inf)
+            chosen.discard(own)
+            return denoised(sequence, *given)
 
         def noting_route(router: SigmoidRouter, x: Tensor, segments: Sequence[Segment]) -> object:
             margins.routing.append(_routing_margin(router, x))
@@ -233,6 +242,7 @@ class Margins:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BlockSequence, "choose", noting_choose)
+            patch.setattr(BlockSequence, "denoised", noting_denoised)
             patch.setattr(SigmoidRouter, "route", noting_route)
             yield self
 

@@ -19,7 +19,7 @@ from whole import LIMIT_S
 
 from lowtide.engine.running.kept_room import PROMPT_ROWS, KeptRoom
 from lowtide.errors import PageError
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kept_rule import KeptRule
 from lowtide.memory.kv_cache import KVCache, KVRange
@@ -286,7 +286,7 @@ class Machine:
         self.budget = PageBudget(budget_pages * PAGE * layout.num_parts)
         account = self.budget.open("KV cache")
         pages = HostPages(layout.address_bytes(PAGE), PAGE)
-        memory = KVPages((ElasticArena(pages, account, layout.num_parts), layout))
+        memory = KVPages((PagedArena(pages, account, layout.num_parts), layout))
         says = itertools.cycle(answers)
         self.rule = Drawn(lambda: next(says))
         self.cache = KVCache(memory.storage, memory, rule=rule or self.rule)

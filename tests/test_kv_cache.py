@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide import LLM, SamplingParams
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
-from lowtide.engine.running.elastic import kv_pages
+from lowtide.engine.planning.budget_division import SMALL_GROUP_BYTES
+from lowtide.engine.running.moving_memory import kv_pages
 from lowtide.errors import InternalError, PageError
 from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape

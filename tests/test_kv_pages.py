@@ -9,13 +9,13 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from test_elastic_arena import physical_bytes
 from test_kv_cache import Held
+from test_paged_arena import physical_bytes
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError
 from lowtide.memory import kv_cache
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.kv_pages import KVLayout, KVPages
@@ -30,14 +30,14 @@ def make_layout(num_tokens: int, head_dim: int = 4) -> KVLayout:
 
 def make_cache(
     pages: HostPages, layout: KVLayout, budget_bytes: int = 1 << 40
-) -> tuple[KVCache, ElasticArena]:
+) -> tuple[KVCache, PagedArena]:
     account = PageBudget(budget_bytes).open("KV cache")
-    arena = ElasticArena(pages, account, layout.num_parts)
+    arena = PagedArena(pages, account, layout.num_parts)
     memory = KVPages((arena, layout))
     return KVCache(memory.storage, memory), arena
 
 
-def host_cache(layout: KVLayout, budget_bytes: int = 1 << 40) -> tuple[KVCache, ElasticArena]:
+def host_cache(layout: KVLayout, budget_bytes: int = 1 << 40) -> tuple[KVCache, PagedArena]:
     return make_cache(HostPages(layout.address_bytes(PAGE), PAGE), layout, budget_bytes)
 
 
@@ -92,7 +92,7 @@ def write(cache: KVCache, each: Held, number: int, fresh: itertools.count[int]) 
         cache.write(layer, each.kv, first, keys, -keys)
 
 
-def check(cache: KVCache, arena: ElasticArena, held: list[Held], layout: KVLayout) -> None:
+def check(cache: KVCache, arena: PagedArena, held: list[Held], layout: KVLayout) -> None:
     for each, layer in itertools.product(held, (0, 1)):
         keys, values = cache.read(layer, each.kv, each.rows.shape[1])
         assert torch.equal(keys, each.rows[layer, None, :, None].expand_as(keys))

@@ -7,6 +7,7 @@ is an error. Every run checks whose bytes it reads.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections import deque
@@ -110,18 +111,18 @@ class World:
 
     def look(self) -> None:
         """Time passes whenever anybody looks."""
-        while self.random.random() < self._pace and self._step():
+        while self.random.random() < self._pace and self.step():
             pass
 
     def until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
-            assert self._step(), "nothing that is under way can end"
+            assert self.step(), "nothing that is under way can end"
 
     def drain(self, *names: str) -> None:
         queues = [queue for name, queue in self._queues.items() if name.startswith(names)]
         self.until(lambda: not any(queues))
 
-    def _step(self) -> bool:
+    def step(self) -> bool:
         heads = [(name, queue[0]) for name, queue in self._queues.items() if queue]
         ready = [(n, t) for n, t in heads if t.after is None or t.after.has_ended]
         if not ready:
@@ -210,7 +211,7 @@ class FakeNews(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self.is_set():
-            assert self._world._step(), "nothing that is under way can end"
+            assert self._world.step(), "nothing that is under way can end"
         return True
 
 
@@ -242,14 +243,14 @@ class FakeDevice:
     def __init__(self, world: World, num_slots: int) -> None:
         self.num_slots = num_slots
         self._world = world
-        self._slots = FakeSlots(num_slots).values
+        self.values = FakeSlots(num_slots).values
         self._tasks: list[Task] = []
 
     def copy(self, source: Tensor, slot: int, after: Any) -> FakeEvent:
         def end() -> None:
-            self._slots[slot] = source[0]
+            self.values[slot] = source[0]
 
-        return self._queue("copies", lambda: self._slots[slot].fill_(GARBAGE), end, after)
+        return self._queue("copies", lambda: self.values[slot].fill_(GARBAGE), end, after)
 
     def run(
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Any
@@ -259,11 +260,11 @@ class FakeDevice:
 
         def begin() -> None:
             for of_expert, slot in pairs:
-                buffers.parts[of_expert] = self._slots[slot]
+                buffers.parts[of_expert] = self.values[slot]
 
         def end() -> None:
             for of_expert, slot in pairs:
-                same = buffers.parts[of_expert] == self._slots[slot]
+                same = buffers.parts[of_expert] == self.values[slot]
                 assert same.all(), "a slot changed under a run"
 
         return self._queue("runs", begin, end, after)
@@ -500,7 +501,7 @@ class Machine:
         """All layers, or the first ones: Ctrl-C may have come between two of them."""
         num_layers = self.shape.num_layers
         for layer in range(self.random.choice([num_layers, self.random.randint(1, num_layers)])):
-            self._run_layer(layer)
+            self.run_layer(layer)
             self.check()
         self.num_passes += 1
 
@@ -509,7 +510,7 @@ class Machine:
         tier = tier_of(self.runtime)
         tier.pause()
         tier.ledger.check_integrity()
-        assert not tier.link._coming and not tier.link.has_waiting
+        assert not tier.link.num_coming and not tier.link.has_waiting
         for layer in range(self.shape.num_layers):
             for expert in np.flatnonzero(tier.ledger.is_resident(layer)).tolist():
                 if self.random.random() < 0.3:
@@ -518,9 +519,9 @@ class Machine:
         assert isinstance(device, FakeDevice)
         for slot in range(device.num_slots):
             if tier.ledger.is_free(slot):
-                device._slots[slot] = GARBAGE
+                device.values[slot] = GARBAGE
 
-    def _run_layer(self, layer: int) -> None:
+    def run_layer(self, layer: int) -> None:
         num_tokens, k = self.random.randint(1, self.most_tokens), self.shape.num_experts_per_token
         chosen = [
             sorted(self.random.sample(range(self.shape.num_experts), k)) for _ in range(num_tokens)
@@ -536,7 +537,7 @@ class Machine:
     def check(self) -> None:
         """Between layers: no slot is lost, and nobody is resident whom nobody asked for."""
         link, ledger = tier_of(self.runtime).link, tier_of(self.runtime).link.ledger
-        assert ledger.num_free + ledger.num_resident + len(link._coming) == ledger.num_slots
+        assert ledger.num_free + ledger.num_resident + link.num_coming == ledger.num_slots
         for layer, capacity in enumerate(self.capacity):
             assert link.is_kept(layer).sum() <= capacity
 
@@ -672,15 +673,18 @@ def test_ctrl_c_comes_at_any_line_and_again_while_that_is_cleared_up(seed: int) 
     machine = Machine(seed)
     runtime, random = machine.runtime, machine.random
     machine.preload()
-    abandon = runtime._abandon
+    abandon = runtime.executor.abandon
 
     def abandon_or_stop() -> None:
-        with traced(CtrlC(random.randint(1, 100))):
-            abandon()
+        """Trace what clears up, and the code that it returns to."""
+        tracer, caller = CtrlC(random.randint(1, 100)), inspect.currentframe().f_back
+        caller.f_trace = tracer
+        sys.settrace(tracer)
+        abandon()
 
     for _ in range(6):
         with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-            patch.setattr(runtime, "_abandon", abandon_or_stop)
+            patch.setattr(runtime.executor, "abandon", abandon_or_stop)
             with traced(CtrlC(random.randint(1, 4000 if machine.most_tokens > 6 else 1500))):
                 machine.run_pass()
         machine.run_pass()
@@ -698,7 +702,7 @@ class Script:
     def __init__(self, first: dict[int, list[int]], admit: list[int], ahead: list[int]) -> None:
         self._first = first
         self._admit = np.array(admit, int)
-        self._ahead = np.array(ahead, int)
+        self.ahead = np.array(ahead, int)
 
     def initial(self, layer: int) -> IntArray:
         return np.array(self._first.get(layer, []), int)
@@ -717,7 +721,7 @@ class Script:
         pass
 
     def choose(self, ahead: Ahead) -> IntArray:
-        return self._ahead
+        return self.ahead
 
 
 TWO_LAYERS = MoEShape(2, 4, 1, HIDDEN, HIDDEN)
@@ -812,10 +816,10 @@ def test_a_layer_that_is_resident_asks_no_gate_and_leaves_the_link_to_moves() ->
 def test_prefetches_of_a_pass_that_was_broken_off_make_room() -> None:
     _, runtime = scripted({}, admit=[], ahead=[1])
     run_layer(runtime, 0)
-    assert len(tier_of(runtime).link._coming) == 1
-    runtime.policies.prefetch._ahead = np.empty(0, int)
+    assert tier_of(runtime).link.num_coming == 1
+    runtime.policies.prefetch.ahead = np.empty(0, int)
     run_layer(runtime, 0)
-    assert len(tier_of(runtime).link._coming) == 0
+    assert tier_of(runtime).link.num_coming == 0
 
 
 @pytest.mark.parametrize(("admit", "kept"), [([], set()), ([2], {2})])

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device_faults import failing_copies, failing_reads
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import engine_of
-from test_hybrid import FAST, Case, check_idle, presets, refuse, shares, tier_of
+from test_hybrid import FAST, Case, check_idle, presets, shares
 from test_link import Machine
 from test_product_threads import EXPERT, WORKER, Told
 from test_runtime import (
@@ -40,7 +41,6 @@ from lowtide.experts.link import Arrival, Link
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import ExpertRows, LayerCall, Routing, row_pieces
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.cpu.reader import CompiledReader
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.llm import LLM
@@ -48,7 +48,6 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.policies.decision import Policies
 from lowtide.policies.presets import fetches_all
-from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import Executor, HostExecutor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -257,7 +256,7 @@ def test_a_device_fetches_an_expert_once_in_a_long_pass(seed: int) -> None:
             patch.setattr(Link, "fetch", noted)
             for layer in range(machine.shape.num_layers):
                 fetched.clear()
-                machine._run_layer(layer)
+                machine.run_layer(layer)
                 assert len(fetched) == len(set(fetched))
 
 
@@ -323,20 +322,10 @@ def test_long_passes_have_the_same_bits_on_a_device(
 
 
 @pytest.mark.parametrize("policy", ["lowtide", "lru"])
-def test_a_long_pass_on_a_device_fails_and_the_next_one_runs(
-    case: LongCase, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise StorageError("no such sector")
-
+def test_a_long_pass_on_a_device_fails_and_the_next_one_runs(case: LongCase, policy: str) -> None:
     with case.open(policy, 0.3, 0.2) as llm:
-        with monkeypatch.context() as patch:
-            patch.setattr(FileReader, "_run", fail)
-            patch.setattr(CompiledReader, "read", fail)
-            with pytest.raises(StorageError, match="no such sector"):
-                case.run(llm)
-        with monkeypatch.context() as patch:
-            patch.setattr(tier_of(llm).device._slots, "image", refuse)
-            with pytest.raises(DeviceError, match="on purpose"):
-                case.run(llm)
+        with failing_reads(llm), pytest.raises(StorageError, match="no such sector"):
+            case.run(llm)
+        with failing_copies(llm), pytest.raises(DeviceError, match="must match the size"):
+            case.run(llm)
         case.check_long(llm)

@@ -88,16 +88,32 @@ with LLM(folder, **options) as llm:
 
 LENDS_NOTHING = """
 from lowtide.engine.planning import plan as planning
-planning.elastic_tokens = lambda planner, plan: 0
+planning.max_cache_tokens = lambda planner, plan: 0
 """
 
-STEPS_CHILD = """
+WATCHED = """
 import json, mmap, random, sys
 from lowtide import DiffusionParams, SamplingParams
-from lowtide.engine.running.worker import Worker
+from lowtide.engine.running import worker
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak, resident_bytes
 from lowtide.llm import LLM
 
+peaks, running, held, run_pass = [], [], [], worker.run_pass
+
+def watch(engine, decoder):
+    reset_peak()
+    events = run_pass(engine, decoder)
+    peaks.append(peak_resident_bytes())
+    running.append(decoder.num_running)
+    if engine.moving is not None:
+        held.append(engine.moving.held_bytes())
+    return events
+
+worker.run_pass = watch
+"""
+"""What comes first in the children whose every pass is watched."""
+
+STEPS_CHILD = """
 folder, has_huge_pages, options = json.loads(sys.argv[1])
 
 class SmallPages(mmap.mmap):
@@ -108,18 +124,6 @@ class SmallPages(mmap.mmap):
 
 if not has_huge_pages:
     mmap.mmap = SmallPages
-peaks, running, shares = [], [], []
-step = Worker._step
-
-def watch(self):
-    reset_peak()
-    step(self)
-    peaks.append(peak_resident_bytes())
-    running.append(self._decoder.num_running)
-    budget = self.engine.elastic._shared.budget
-    shares.append((budget.shares()["KV cache"], sum(budget.shares().values())))
-
-Worker._step = watch
 draw = random.Random(0)
 llm = LLM(folder, **options)
 for _ in range(5):
@@ -127,13 +131,13 @@ for _ in range(5):
     prompts = [[i * 31 % 8000 for i in range(n)] for n in lengths]
     llm.generate(prompts, SamplingParams(max_tokens=16, diffusion=DiffusionParams(steps=4)))
 before_bytes = resident_bytes()
-plan, held_bytes = llm.plan, shares[-1][1]
+plan = llm.plan
 llm.close()
 print(json.dumps({
     "allowed_bytes": plan.budget_bytes + plan.overhead_bytes,
     "planned_kv_bytes": plan.host.kv_cache_bytes,
-    "peaks": peaks, "running": running, "shares": shares,
-    "held_bytes": held_bytes, "fallen_bytes": before_bytes - resident_bytes(),
+    "peaks": peaks, "running": running, "held": held,
+    "fallen_bytes": before_bytes - resident_bytes(),
 }))
 """
 
@@ -179,33 +183,32 @@ def available():  # of a machine that has the two alone
     return machine_bytes - resident_bytes() - neighbour_bytes
 
 memory.available_memory_bytes = available
-from lowtide.engine.running import moving_slots as module
-from lowtide.engine.running.worker import Worker
+from lowtide.engine.running import moving_slots as module, worker
 from lowtide.llm import LLM
 
-module._LOOK_S = 0.0
+module.LOOK_S = 0.0
 spare_mib = module.SYSTEM_BYTES >> 20
-draw, steps, step, most_mib = random.Random(0), [], Worker._step, 0
+draw, steps, run_pass, most_mib = random.Random(0), [], worker.run_pass, 0
 
-def moving(engine):
-    return [each for each in (engine.elastic, engine.home) if each is not None]
-
-def watch(self):
+def watch(engine, decoder):
     if most_mib:  # less between two passes than is left to others
         more = draw.randint(-spare_mib // 8, spare_mib // 2)
         hold(max(0, min(neighbour_mib + more, most_mib)))
     reset_peak()
-    step(self)
-    num_live = sum(each._slots.num_live for each in moving(self.engine))
+    events, counts = run_pass(engine, decoder), engine.as_dict()
+    num_live = counts["num_slots"] + counts.get("num_host_slots", 0)
     steps.append((peak_resident_bytes(), resident_bytes(), neighbour_bytes, num_live))
+    return events
 
-Worker._step = watch
+worker.run_pass = watch
 hold(0)
 llm = LLM(folder, **options)
-plan, watches = llm.plan, [each._free for each in llm._loop.look(moving)]
+plan = llm.plan
 tiers = [tier for tier in (plan.host, plan.gpu) if tier is not None]
 allowed_bytes = plan.overhead_bytes + sum(tier.budget_bytes for tier in tiers)
-lendable_bytes = sum(each._most_bytes - each._least_bytes for each in watches)
+lendable_bytes = (plan.fast_tier.num_slots - plan.num_staging) * plan.fast_tier.slot_bytes
+if plan.gpu is not None:
+    lendable_bytes += sum(plan.host_residents_per_layer) * plan.host.slot_bytes
 
 def ask(num_rounds):
     for _ in range(num_rounds):
@@ -254,25 +257,11 @@ Heads of delta-nets are as published, half as many.
 """
 
 TALKS_CHILD = """
-import json, random, sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from lowtide import SamplingParams
-from lowtide.engine.running.worker import Worker
-from lowtide.hardware.memory import peak_resident_bytes, reset_peak
-from lowtide.llm import LLM
 
 folder, seed, options = json.loads(sys.argv[1])
-draw, peaks, running, shares, talks = random.Random(seed), [], [], [], []
-step = Worker._step
-
-def watch(self):
-    reset_peak()
-    step(self)
-    peaks.append(peak_resident_bytes())
-    running.append(self._decoder.num_running)
-    if self.engine.elastic is not None:
-        shares.append(sum(self.engine.elastic._shared.budget.shares().values()))
+draw, talks = random.Random(seed), []
 
 def prompt():
     text = draw.choice(talks[-3:]) if talks and draw.random() < 0.7 else []
@@ -289,7 +278,6 @@ def cancelled(llm, tokens, asked, num_events):
             if number == num_events:
                 return
 
-Worker._step = watch
 num_resumed = num_cancelled = 0
 with LLM(folder, **options) as llm, ThreadPoolExecutor(1) as threads:
     while len(peaks) < 100:
@@ -307,7 +295,7 @@ with LLM(folder, **options) as llm, ThreadPoolExecutor(1) as threads:
 print(json.dumps({
     "allowed_bytes": plan.budget_bytes + plan.overhead_bytes,
     "state_bytes": plan.host.state_bytes,
-    "peaks": peaks, "running": running, "shares": shares,
+    "peaks": peaks, "running": running, "held": held,
     "num_resumed": num_resumed, "num_cancelled": num_cancelled,
 }))
 """
@@ -389,13 +377,14 @@ def test_every_step_is_within_the_budget_while_memory_moves(
     plan = plan_model(model, context=CONTEXT)
     host_memory = plan.minimum_bytes + (plan.full_bytes - plan.minimum_bytes) // 4
     options = {"context": CONTEXT, "host_memory": host_memory, "policy": "lru"}
-    measured = run_child(STEPS_CHILD, str(model), has_huge_pages, options)
+    measured = run_child(WATCHED + STEPS_CHILD, str(model), has_huge_pages, options)
     assert max(measured["peaks"]) <= measured["allowed_bytes"]
     assert max(measured["running"]) > 1 and min(measured["running"]) <= 1
-    cache, held = zip(*measured["shares"], strict=True)
+    cache = [parts["kv_cache"] for parts in measured["held"]]
     assert max(cache) > measured["planned_kv_bytes"] > min(cache)
+    held = [sum(parts.values()) for parts in measured["held"]]
     assert max(held) <= host_memory
-    assert measured["fallen_bytes"] >= 0.95 * measured["held_bytes"] > 0.4 * max(held)
+    assert measured["fallen_bytes"] >= 0.95 * held[-1] > 0.4 * max(held)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("emulated", marks=pytest.mark.slow)])
@@ -460,12 +449,12 @@ def test_a_hundred_passes_of_a_hybrid_are_within_the_plan(
     share *= 1 if share == 1 else rng.uniform(0.8, 1.2)
     budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
     options = {"context": 2 * CONTEXT, "host_memory": budget}
-    measured = run_child(TALKS_CHILD, str(folder), rng.randrange(100), options)
-    peaks, shares = measured["peaks"], measured["shares"]
-    assert max(peaks) <= measured["allowed_bytes"] and max(shares, default=0) <= budget
+    measured = run_child(WATCHED + TALKS_CHILD, str(folder), rng.randrange(100), options)
+    peaks, held = measured["peaks"], [sum(parts.values()) for parts in measured["held"]]
+    assert max(peaks) <= measured["allowed_bytes"] and max(held, default=0) <= budget
     half = len(peaks) // 2
     assert max(peaks[half:]) <= max(peaks[:half]) + 2 * SLACK_BYTES
-    assert len(peaks) >= 100 and bool(shares) == (share < 1) and measured["state_bytes"]
+    assert len(peaks) >= 100 and bool(held) == (share < 1) and measured["state_bytes"]
     assert max(measured["running"]) > 2
     assert measured["num_resumed"] and measured["num_cancelled"]
 

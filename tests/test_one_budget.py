@@ -7,12 +7,12 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from test_elastic_arena import physical_bytes
+from test_paged_arena import physical_bytes
 
 from lowtide.errors import PageError
-from lowtide.experts.elastic_slots import ElasticSlots
+from lowtide.experts.paged_slots import PagedSlots
 from lowtide.experts.slots import SlotLedger
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 from lowtide.memory.chunking import Counts
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kv_cache import KVCache, KVRange, storage_shape
@@ -54,15 +54,15 @@ class Machine:
         layout = KVLayout(storage_shape(1, 1, 256, NUM_TOKENS), torch.float32)
         pages = Counting(layout.address_bytes(PAGE), PAGE)
         kv_account = self.budget.open("KV cache")
-        self.kv_arena = ElasticArena(pages, kv_account, layout.num_parts)
+        self.kv_arena = PagedArena(pages, kv_account, layout.num_parts)
         memory = KVPages((self.kv_arena, layout))
         self.cache = KVCache(memory.storage, memory)
         self.ranges: list[KVRange] = []
-        self.arena = ElasticArena(Counting(NUM_SLOTS * SLOT_BYTES, PAGE), self.account)
+        self.arena = PagedArena(Counting(NUM_SLOTS * SLOT_BYTES, PAGE), self.account)
         self.ledger = SlotLedger(1, NUM_SLOTS, NUM_SLOTS)
-        self.slots = ElasticSlots(self.arena, SLOT_BYTES, self.ledger, 0)
+        self.slots = PagedSlots(self.arena, SLOT_BYTES, self.ledger, 0)
         workspace = self.budget.open("workspace")
-        self.room_arena = ElasticArena(Counting(WORKSPACE_BYTES, PAGE), workspace)
+        self.room_arena = PagedArena(Counting(WORKSPACE_BYTES, PAGE), workspace)
         self.room = PagedRoom(self.room_arena, lambda: True)
         self.room.gives_way()
 

@@ -91,7 +91,7 @@ def one_by_one(planner: PassPlanner, counts: Counts, free_bytes: int) -> dict[st
     All begin as one. While the plan exceeds what is free, the operator that is the peak gets the
     next number of chunks.
     """
-    template = planner._template(counts)
+    template = planner.template(counts)
     chunks = {op: 1 for op in OPERATOR_TILES if op not in planner.by_tile}
     limit_bytes = free_bytes - template.library_bytes(bounds(counts, chunks))
     while True:
@@ -115,7 +115,7 @@ def test_chunks_are_added_where_the_peak_is(planner: PassPlanner) -> None:
         asked = (LogitNeeds(entropy=True),)
         counts = Counts(num_tokens, num_tokens, num_tokens, num_masked, asked)
         whole = bounds(counts, dict.fromkeys(OPERATOR_TILES, 1))
-        least, most = planner.least_bytes(counts), planner._template(counts).at(whole).needed_bytes
+        least, most = planner.least_bytes(counts), planner.template(counts).at(whole).needed_bytes
         free_bytes = int(least + draw.uniform(-0.1, 1.1) * (most - least))
         wanted = one_by_one(planner, counts, free_bytes)
         if wanted is None:
@@ -173,7 +173,7 @@ def test_a_head_that_gathers_as_it_multiplies_would_fit_no_longer_sequence(
             if is_divided:
                 return planner.least_bytes(counts)
             values = bounds(counts, dict.fromkeys(OPERATOR_TILES, 1))
-            return planner._template(counts).at(values).needed_bytes
+            return planner.template(counts).at(values).needed_bytes
 
         return bisect_right(range(1 << 22), free_bytes, lo=640, key=needed_bytes)
 

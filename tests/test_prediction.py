@@ -367,7 +367,7 @@ def test_a_first_load_measures_and_a_second_does_not(
     measuring: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_passes, "_is_quiet", lambda times: True)
+    monkeypatch.setattr(first_passes, "DISTURBED", 1e9)
     place = folders.get(model, Path(model))
     with LLM(place, device="cpu", context=256) as llm:
         prediction = llm.plan.prediction
@@ -382,7 +382,7 @@ def test_a_first_load_measures_and_a_second_does_not(
     def twice(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(first_passes, "_measured_passes", twice)
+    monkeypatch.setattr(first_passes, "run_pass", twice)
     with LLM(place, device="cpu", context=256) as llm:
         assert llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids == first
     assert make_plan(opened(place, context=256)).prediction is not None
@@ -396,7 +396,7 @@ def key_for(place: Path) -> SpeedKey:
 def test_a_model_of_the_least_memory_is_measured_too(
     folders: dict[str, Path], measuring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_passes, "_is_quiet", lambda times: True)
+    monkeypatch.setattr(first_passes, "DISTURBED", 1e9)
     place = folders["qwen3_moe"]
     least = make_plan(opened(place)).minimum_bytes
     with LLM(place, device="cpu", policy="lru", host_memory=least) as llm:
@@ -414,11 +414,11 @@ def test_a_model_of_the_least_memory_is_measured_too(
 def test_what_was_disturbed_is_measured_at_the_next_load(
     folders: dict[str, Path], measuring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_passes, "_is_quiet", lambda times: False)
+    monkeypatch.setattr(first_passes, "DISTURBED", 0.0)
     with LLM(folders["qwen3_moe"], device="cpu") as llm:
         assert llm.plan.prediction is not None and llm.plan.prediction.speed is None
         assert "predicted_tokens_per_s" not in llm.stats()
-    monkeypatch.setattr(first_passes, "_is_quiet", lambda times: True)
+    monkeypatch.setattr(first_passes, "DISTURBED", 1e9)
     with LLM(folders["qwen3_moe"], device="cpu") as llm:
         assert "predicted_tokens_per_s" in llm.stats()
 

@@ -30,7 +30,7 @@ def test_the_driver_finds_nothing_wrong_in_any_function(tmp_path: Path) -> None:
         pytest.skip(str(error))
     build_driver(compiler, tmp_path / "driver")
     load_parts(all_parts())
-    paths = [library._loaded[name]._name for name in all_parts()]
+    paths = [library.loaded[name]._name for name in all_parts()]
     done = subprocess.run(
         [tmp_path / "driver", *paths], capture_output=True, text=True, timeout=240
     )

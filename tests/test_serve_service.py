@@ -321,7 +321,7 @@ def hold_pass(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, num_asked: int) ->
     run_pass, its_worker = worker.run_pass, worker_of(llm)
 
     def with_all(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
-        wait_until(lambda: len(its_worker._answers) + its_worker.mailbox.qsize() == num_asked)
+        wait_until(lambda: its_worker.num_running + its_worker.mailbox.qsize() == num_asked)
         monkeypatch.setattr(worker, "run_pass", run_pass)
         return run_pass(engine, decoder)
 
@@ -332,7 +332,7 @@ def test_numbers_that_overflow_fail_their_own_request(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In passes that others share, who may also have the memory of its keys afterwards."""
-    kernels = type(worker_of(llm)._decoder._model.compute.kernels)
+    kernels = type(engine_of(llm).model.compute.kernels)
     select_rows = kernels.select_rows
 
     async def ask() -> None:
@@ -466,7 +466,7 @@ def test_a_client_that_goes_ends_its_request(llm: AsyncLLM, running: Running, st
         wait_until(lambda: ended)
         assert ended[-1].reason == "abort" and ended[-1].num_new < 1800
         assert admission.num_running + admission.num_waiting == 0
-        wait_until(lambda: not worker_of(llm)._decoder.has_work)
+        wait_until(lambda: worker_of(llm).is_idle)
 
 
 def test_a_full_queue_is_a_429_with_its_time(running: Running) -> None:

@@ -26,9 +26,9 @@ from lowtide.decode import kept_sequences
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS
 from lowtide.decode.request import Finished, Request
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
-from lowtide.engine.running.elastic import kv_pages, paged_states
+from lowtide.engine.planning.budget_division import SMALL_GROUP_BYTES
 from lowtide.engine.running.kept_room import KeptRoom
+from lowtide.engine.running.moving_memory import kv_pages, paged_states
 from lowtide.errors import InternalError, PlanError
 from lowtide.memory.kv_cache import KVCache, KVRange
 from lowtide.memory.kv_pages import KVLayout, KVShape
@@ -44,10 +44,10 @@ def opened(
     num_slots: int = 16,
     max_rows: int = MAX_ROWS,
     reuse: Reuse = Reuse.ON,
-    is_elastic: bool = False,
+    is_paged: bool = False,
     num_tokens: int = CONTEXT,
 ) -> tuple[BatchDecoder[Any, Any], StatefulHashModel, KVCache]:
-    cache = make_state_cache(num_tokens, num_slots, is_elastic)
+    cache = make_state_cache(num_tokens, num_slots, is_paged)
     model = StatefulHashModel(cache, max_rows)
     return causal_decoder(model, cache, max_rows, reuse=reuse), model, cache
 
@@ -395,7 +395,7 @@ class Drawn:
             num_slots=rng.choice((2, 3, 4, 6, 12, 24)),
             max_rows=self.max_rows,
             reuse=reuse,
-            is_elastic=rng.random() < 0.5,
+            is_paged=rng.random() < 0.5,
             num_tokens=rng.choice((288, 512, CONTEXT)),
         )
         self.asked: list[Request] = []

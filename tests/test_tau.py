@@ -169,7 +169,7 @@ def test_a_watched_layer_that_is_never_heard_of_counts_for_nothing() -> None:
 def test_online_tau_stays_where_little_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[TauChange] = []
     online = OnlineTau(32, 8, make_costs(0.1, 1.0), waits=True, on_change=changes.append)
-    monkeypatch.setattr("lowtide.policies.online_tau._HYSTERESIS", 1.0)
+    monkeypatch.setattr("lowtide.policies.online_tau.HYSTERESIS", 1.0)
     feed(online, make_hits(65, num_changes=4))
     assert online.tau == 4 and not changes
 

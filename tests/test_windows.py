@@ -31,7 +31,7 @@ from lowtide.decode import sequence_writer
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Finished, Request
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
+from lowtide.engine.planning.budget_division import SMALL_GROUP_BYTES
 from lowtide.errors import InternalError
 from lowtide.files import kept_file
 from lowtide.files.kept_file import KeyLayout
@@ -96,7 +96,7 @@ def test_each_layer_has_one_place_and_each_sequence_its_room(
     assert not shape.at(num_tokens).windows
 
 
-def test_elastic_addresses_are_for_as_many_tokens_as_there_is_memory() -> None:
+def test_paged_addresses_are_for_as_many_tokens_as_there_is_memory() -> None:
     shape = gemma(8192)
     grown = longest(shape, torch.bfloat16, 4 * GIB, SMALL_GROUP_BYTES)
 
@@ -132,9 +132,9 @@ def check_seen(cache: KVCache, kv: KVRange, num_tokens: int) -> None:
         assert seen(cache, kv, layer, num_tokens) == [*range(first, num_tokens)]
 
 
-@pytest.mark.parametrize("is_elastic", [False, True])
-def test_a_window_slides_and_its_sequence_is_cut_where_it_still_is(is_elastic: bool) -> None:
-    cache = make_windowed_cache(4 * CONTEXT, WINDOWS, MAX_ROWS, is_elastic)
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_a_window_slides_and_its_sequence_is_cut_where_it_still_is(is_paged: bool) -> None:
+    cache = make_windowed_cache(4 * CONTEXT, WINDOWS, MAX_ROWS, is_paged)
     kv, at = cache.allocate(900), 0
     assert [window.capacity for window in kv.windows] == [96, 128]
     for num_rows in (64, 64, 64, 10, *[1] * 300):
@@ -196,13 +196,13 @@ class Opened(NamedTuple):
 def opened(
     reuse: Reuse = Reuse.ON,
     max_rows: int = MAX_ROWS,
-    is_elastic: bool = False,
+    is_paged: bool = False,
     num_tokens: int = CONTEXT,
     keeps_all: bool = False,
     windows: tuple[int, ...] = WINDOWS,
 ) -> Opened:
     most = 0 if keeps_all else max_rows
-    cache = make_windowed_cache(num_tokens, windows, most, is_elastic)
+    cache = make_windowed_cache(num_tokens, windows, most, is_paged)
     model = WindowedHashModel(cache, max_rows, windows)
     return Opened(causal_decoder(model, cache, max_rows, reuse=reuse), cache)
 
@@ -302,7 +302,7 @@ def test_files_have_the_windows_alone(tmp_path: Path, windows: tuple[int, ...]) 
     finished: dict[int, Finished] = {}
     request = make_request(CASE, SYSTEM * 3, 80, 0)
     for turn in range(3):
-        decoder, cache = opened(windows=windows, is_elastic=turn == 2)
+        decoder, cache = opened(windows=windows, is_paged=turn == 2)
         stored = stored_in(tmp_path, cache, windows)
         decoder.store_in(stored)
         decoder.add(request)
@@ -331,7 +331,7 @@ class Drawn:
         self.decoder, self.cache = opened(
             self.reuse,
             self.max_rows,
-            is_elastic=rng.random() < 0.5,
+            is_paged=rng.random() < 0.5,
             num_tokens=rng.choice((512, CONTEXT, 4 * CONTEXT)),
             windows=self.windows,
         )
@@ -479,13 +479,13 @@ def talks(llm: LLM, is_exact: bool) -> list[Any]:
     return [*said, llm.logits(text)]
 
 
-@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize("is_paged", [False, True])
 def test_ids_and_logits_are_those_of_a_cache_that_keeps_everything(
-    folder: Path, is_elastic: bool
+    folder: Path, is_paged: bool
 ) -> None:
-    cache = "exact" if is_elastic else "on"
-    is_exact, options = is_elastic, dict[str, Any](cache=cache)
-    if is_elastic:
+    cache = "exact" if is_paged else "on"
+    is_exact, options = is_paged, dict[str, Any](cache=cache)
+    if is_paged:
         plan = plan_model(folder, context=2048)
         options["host_memory"] = plan.minimum_bytes + 6 * plan.host.slot_bytes
     with (

@@ -95,7 +95,7 @@ def test_what_a_sequence_has_held_goes_back_to_the_system(folder: Path) -> None:
         expected = llm.generate(prompt, PARAMS)[0].token_ids
     with LLM(folder, context=CONTEXT, cache="off") as llm:
         assert llm.generate(prompt, PARAMS)[0].token_ids == expected
-        pages = loop_of(llm).look(lambda engine: engine.kv_cache._pages)
+        pages = loop_of(llm).look(lambda engine: engine.kv_cache.pages)
         assert pages is not None and pages.committed_bytes == 0
 
 

@@ -27,6 +27,7 @@ from lowtide.engine.running.engine import Engine
 from lowtide.experts.account import account_of
 from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.experts.transfer import DiskTransfer
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
@@ -245,6 +246,21 @@ def passes_that_wait(llm: LLM | AsyncLLM) -> Iterator[None]:
 
 
 @contextmanager
+def passes_watched(note: Callable[[Engine], object]) -> Iterator[None]:
+    """Call `note` after each pass of requests inside, on the engine's thread."""
+    run_pass = worker.run_pass
+
+    def watched(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
+        events = run_pass(engine, decoder)
+        note(engine)
+        return events
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "run_pass", watched)
+        yield
+
+
+@contextmanager
 def no_more_threads() -> Iterator[None]:
     """None of lowtide's that is made inside is left at the end; others may end at any time."""
     before = set(threading.enumerate())
@@ -326,6 +342,21 @@ def reads_counted() -> Iterator[list[Sequence[Read]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileReader, "submit", noting)
         yield asked
+
+
+class PythonTransfer(DiskTransfer):
+    """Reads by Python's threads alone, also where compiled ones could."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given[:4])  # without compiled kernels
+
+
+@contextmanager
+def reads_in_python() -> Iterator[None]:
+    """Experts of the models that are opened inside are read by Python's threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowtide.engine.running.experts.DiskTransfer", PythonTransfer)
+        yield
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.elastic_trace import Arrival, requests_of
 from common.memory import drop_pages, peak_resident_bytes
+from common.moving_trace import Arrival, requests_of
 from common.run import loaded_engine
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.running.decoding import make_decoder

@@ -42,7 +42,7 @@ __all__ = [
 
 def division_kept() -> AbstractContextManager[Any]:
     """Have models that are loaded meanwhile keep the planned division of their budgets."""
-    return patch.object(planning, "elastic_tokens", lambda planner, made: 0)
+    return patch.object(planning, "max_cache_tokens", lambda planner, made: 0)
 
 
 LIMITS = ("auto", "systemd", "cgroup", "balloon", "none")

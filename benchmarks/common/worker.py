@@ -143,9 +143,9 @@ def run_causal(settings: Settings) -> dict[str, Any]:
     return measure(settings)
 
 
-def run_elastic(settings: Settings) -> dict[str, Any]:
+def run_moving(settings: Settings) -> dict[str, Any]:
     """A trace of requests, memory moving or not."""
-    from common.elastic_trace import run_trace
+    from common.moving_trace import run_trace
 
     return run_trace(settings)
 
@@ -182,7 +182,7 @@ TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
     "lowtide": run_lowtide,
     "peer": run_peer,
     "causal": run_causal,
-    "elastic": run_elastic,
+    "moving_memory": run_moving,
     "masked step": run_masked_step,
     "side steps": run_side_steps,
     "masked trace": run_masked_trace,

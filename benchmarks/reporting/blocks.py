@@ -91,7 +91,7 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "longest": memory.longest,
         "parts": memory.parts,
         "every-expert": memory.every_expert,
-        "elastic": memory.elastic,
+        "moving-memory": memory.moving_memory,
     }
     return {
         **parts(results, page),

@@ -65,7 +65,7 @@ _EVERY = (
     "bytes over the absent half",
     "aim",
 )
-_ELASTIC = (
+_MOVING = (
     "model",
     "longest",
     "trace",
@@ -76,7 +76,7 @@ _ELASTIC = (
     "requests at once",
     "peak, MB",
     "within plan",
-    "elastic over it",
+    "moving over it",
     "by bytes and processor time",
 )
 
@@ -132,7 +132,7 @@ def every_expert(results: Results, page: Path) -> str:
     return shown("every_expert", _EVERY, rows, page)
 
 
-def elastic(results: Results, page: Path) -> str:
+def moving_memory(results: Results, page: Path) -> str:
     """Compare pages that move with constant divisions of the same budget.
 
     Rows are by model, trace and length; every turn has a line for each side, and runs of fewer than
@@ -140,7 +140,7 @@ def elastic(results: Results, page: Path) -> str:
     """
     found: dict[tuple[Cell, ...], dict[str, list[Line]]] = {}
     for run in sorted(results.runs, key=lambda run: run.ended):
-        if run.first["benchmark"] == "elastic" and run.first.counts:
+        if run.first["benchmark"] == "moving_memory" and run.first.counts:
             sides: dict[str, list[Line]] = {}
             for line in run.lines:
                 if "tokens_per_s" in line.row:
@@ -148,9 +148,11 @@ def elastic(results: Results, page: Path) -> str:
             if sides and min(map(len, sides.values())) >= MIN_TURNS:
                 found[_run_of(run.first)] = sides
     rows: list[Row] = [
-        (own, _elastic(own, sides["elastic"])) for sides in found.values() for own in sides.values()
+        (own, _moving_side(own, sides["moving"]))
+        for sides in found.values()
+        for own in sides.values()
     ]
-    return shown("elastic", _ELASTIC, rows, page)
+    return shown("moving-memory", _MOVING, rows, page)
 
 
 def _longest(cells: Sequence[Line], grown: Mapping[tuple[str, str], Line]) -> Row:
@@ -248,15 +250,15 @@ def _has_missed(lines: Sequence[Line], aim: str) -> bool:
     return any(line.row.get(aim) is False for line in lines)
 
 
-def _elastic(lines: Sequence[Line], elastic: Sequence[Line]) -> Sequence[Cell]:
-    """One side; elastic: the side whose pages move."""
+def _moving_side(lines: Sequence[Line], moving: Sequence[Line]) -> Sequence[Cell]:
+    """Return the cells of one side; moving: the side whose pages move."""
 
     def turns(of: Sequence[Line], name: str) -> Spread:
         return Spread.of([line[name] for line in of])
 
     names = ("tokens_per_s", "ideal_tokens_per_s")
     own = [turns(lines, name) for name in names]
-    over = [ratio(turns(elastic, name), of) for name, of in zip(names, own, strict=True)]
+    over = [ratio(turns(moving, name), of) for name, of in zip(names, own, strict=True)]
     return (
         *_run_of(lines[0]),
         lines[0]["what"],
@@ -265,7 +267,7 @@ def _elastic(lines: Sequence[Line], elastic: Sequence[Line]) -> Sequence[Cell]:
         str(max(line["max_running"] for line in lines)),
         _mega(max(line["max_peak_bytes"] for line in lines)),
         "yes" if all(line["is_within_plan"] for line in lines) else "no",
-        *(over if lines is not elastic else ("", "")),
+        *(over if lines is not moving else ("", "")),
     )
 
 

@@ -226,7 +226,7 @@ class MemoryPlan:
     device: str = "cpu"
     gpu: TierPlan | None = None
     host_residents_per_layer: tuple[int, ...] = ()  # with a GPU: who is in host memory
-    elastic_tokens: int = 0
+    max_cache_tokens: int = 0
     """The most tokens of all running sequences, each at most `context`, as expert slots give way to
     them; 0 where none does: running sequences have `context` together."""
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `CacheMode`
@@ -330,8 +330,8 @@ def plan_facts(plan: MemoryPlan) -> str:
     if plan.texts_bytes:
         sizes.append(f"the longest texts at most {format_size(plan.texts_bytes)} as they are read")
     context = f"context {plan.context} tokens"
-    if plan.elastic_tokens > plan.context:
-        context += f" a sequence, {plan.elastic_tokens} in all as experts give way"
+    if plan.max_cache_tokens > plan.context:
+        context += f" a sequence, {plan.max_cache_tokens} in all as experts give way"
     lines = [f"device {plan.device} · {placed} · {context}", " · ".join(sizes)]
     if plan.kv_cache != CacheMode.EXACT.value:
         lines.append(

@@ -66,7 +66,10 @@ def layered(
     block_length: int | None = None,
     multipliers: Multipliers = NO_MULTIPLIERS,
 ) -> ModelConfig:
-    """Add the keys that all families share; block_length: of a diffusion model that gives one."""
+    """Make the config of a model with these layers; the other keys are those of all families.
+
+    block_length: of a diffusion model that gives one.
+    """
     mlps = [mlp for layer in layers for mlp in (layer.dense, layer.experts) if mlp is not None]
     for activation in {ACTIVATIONS[mlp.activation] for mlp in mlps}:
         fields.only("hidden_act", activation)

@@ -130,7 +130,10 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
 
 
 def _fed_rows(sequence: CausalSequence, first: int, num_free: int) -> int:
-    """Return the rows of a sequence from position `first` on, in a pass that has so many left."""
+    """Return the number of rows that a sequence feeds from `first` on.
+
+    num_free: rows that the pass has left.
+    """
     num_rows = sequence.num_known - first
     if num_rows <= num_free:
         return num_rows

@@ -170,10 +170,10 @@ class Kind(abc.ABC, Generic[D, S, C]):
     def lengthened(
         self, turn: Scheduled[S], max_rows: int, max_chunks: int, is_alone: bool
     ) -> Scheduled[S]:
-        """Return a prompt's turn with the chunks that follow it, `max_chunks` in all.
+        """Extend a prompt's turn by the chunks of its next passes, to at most `max_chunks`.
 
-        They are those of its next passes: each computes what it would compute there. is_alone: no
-        other sequence would have rows in one of these passes.
+        Each chunk computes what it would in its own pass. is_alone: no other sequence would have
+        rows in those passes.
         """
         return turn
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _NUM_TABLES = 64  # launches that the calling thread may be ahead
 _NUM_PIECES = 4
-_PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20
 
 
 def pinned_bytes(shape: MoEShape, layout: SlotLayout, max_rows: int) -> int:
@@ -64,7 +64,7 @@ def pinned_bytes(shape: MoEShape, layout: SlotLayout, max_rows: int) -> int:
 
 
 def _piece_bytes(layout: SlotLayout) -> int:
-    return min(_PIECE_BYTES, layout.num_bytes)
+    return min(PIECE_BYTES, layout.num_bytes)
 
 
 class CudaDevice:

@@ -31,7 +31,7 @@ from lowtide.policies.prefetch import Ahead, Prefetch
 from lowtide.progress import Progress
 
 _START = Step(StepKind.PREFILL, 0)
-_MAX_COUNTS = 64  # kept until they are added up together: small operators cost a launch each
+MAX_COUNTS = 64  # kept until they are added up together: small operators cost a launch each
 
 
 class WholeLayer(NamedTuple):
@@ -84,7 +84,7 @@ class DeviceTier:
         """
         self._idle.end()
         self._counts.append(counts)
-        if len(self._counts) == _MAX_COUNTS:
+        if len(self._counts) == MAX_COUNTS:
             self._add_counts()
 
     @property

@@ -290,6 +290,11 @@ class Link:
         return self._num_open
 
     @property
+    def num_coming(self) -> int:
+        """Number of experts on their way into a slot, or there and not asked for yet."""
+        return len(self._coming)
+
+    @property
     def num_staged(self) -> int:
         """Number of prefetched experts that no layer has asked for yet."""
         return sum(not arrival.is_move for arrival in self._coming.values())

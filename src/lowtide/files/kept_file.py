@@ -8,7 +8,7 @@
 All are padded to BORDER_BYTES, where direct reads begin; so is each chunk. A chunk of tokens has
 consecutive ones, [layers, arrays, kv_heads, tokens, width], as in memory, of one group of layers
 after the other. Layers with a sliding window may have the last tokens alone, in chunks of their
-own; the head lists the first one of each such group. A snapshot is all states behind so many
+own; the head lists the first one of each such group. A snapshot is all states behind a number of
 tokens, in chunks of its own; the head lists these numbers. MACs are made with a key that is not in
 the file; a chunk's MAC includes its head's MAC and its number, so that chunks of other files or
 positions are rejected. Every size is checked before it is used.
@@ -179,7 +179,7 @@ class KeyLayout(NamedTuple):
         return num_bytes + num_snapshots * snapshot_bytes
 
     def _tokens_bytes(self, num_tokens: int) -> int:
-        """Return the size of the chunks of so many tokens."""
+        """Return the size of the chunks of `num_tokens` tokens."""
         if not self.shapes:
             return 0
         num_whole, num_left = divmod(num_tokens, self.chunk_tokens)

@@ -47,7 +47,7 @@ READ_LIMIT_S = 10.0
 _MAX_READS = 32  # of one sample: half a GiB
 _MAX_PIECES = 128
 _NEARLY = 0.97  # of the best rate: fewer reads at once leave the processor more time
-_PRODUCT_SIZE = 2048
+PRODUCT_SIZE = 2048
 _LINK_BYTES = 256 << 20
 
 RATES_METHOD = 6
@@ -272,10 +272,10 @@ def _product_rates(executor: Executor) -> list[Rate]:
     """Measure a large product on all threads at once, in the types that models have."""
     rates = []
     for dtype in (torch.bfloat16, torch.float32):
-        matrix = torch.ones((_PRODUCT_SIZE, _PRODUCT_SIZE), dtype=dtype)
+        matrix = torch.ones((PRODUCT_SIZE, PRODUCT_SIZE), dtype=dtype)
         outs = [torch.empty_like(matrix) for _ in range(executor.num_threads)]
         works = [partial(_multiply, matrix, out) for out in outs]
-        num_operations = 2 * _PRODUCT_SIZE**3 * len(works)
+        num_operations = 2 * PRODUCT_SIZE**3 * len(works)
         sample = partial(_time, executor, works)
         name = f"products in {str(dtype).removeprefix('torch.')}"
         rates.append(rate_of(name, "FLOP", num_operations, sample))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import logging
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
 
-_why_not: dict[tuple[str, ...], str] = {}  # parts that this process cannot load; logged once
+why_not: dict[tuple[str, ...], str] = {}
+"""By parts that this process cannot load: the reason, which has been logged."""
 
 
 def choose_kernels(
@@ -53,14 +55,24 @@ def choose_kernels(
     is_compiled = option != "reference" and dtype == torch.bfloat16
     parts = (CORE, *[PACKING] * packs, *parts_of(formats, rounded))
     if is_compiled and _are_loaded(parts, report):
-        return _compiled(rounded)
+        return _compiled(load_kernels(), rounded)
     return Kernels(rounded) if rounded else REFERENCE
 
 
+@functools.cache
 def choose_pack(option: str) -> Pack:
-    """Choose the function that rounds weights to q8 or q4 as they are read."""
-    compiled = None if option == "reference" else _compiled_pack()
-    return pack if compiled is None else compiled
+    """Choose the function that rounds weights to q8 or q4 as they are read.
+
+    Where it cannot be compiled, that is numpy's, with one warning.
+    """
+    if option == "reference":
+        return pack
+    try:
+        load_part(PACKING)
+        return CompiledPacking(load_kernels())
+    except (StorageError, UnsupportedError) as error:
+        _log.warning("%s Weights are rounded to 8 or 4 bits by numpy, which is slow.", error)
+        return pack
 
 
 def possible_names(option: str, dtype: torch.dtype) -> tuple[str, ...]:
@@ -104,35 +116,23 @@ def _triton() -> Kernels:
 
 def _are_loaded(parts: tuple[str, ...], report: Progress) -> bool:
     """Load parts of the kernels; return False, with one warning, where that is impossible."""
-    if parts in _why_not:
+    if parts in why_not:
         return False
     try:
         load_parts(parts, report)
     except (StorageError, UnsupportedError) as error:
-        if str(error) not in _why_not.values():
+        if str(error) not in why_not.values():
             _log.warning(
                 "%s torch's products are used instead: answers take longer, and words may differ, "
                 "since those products round otherwise.",
                 error,
             )
-        _why_not[parts] = str(error)
+        why_not[parts] = str(error)
         return False
     return True
 
 
 @functools.cache
-def _compiled(rounded: frozenset[str]) -> Kernels:
-    built = load_kernels()
+def _compiled(built: ctypes.CDLL, rounded: frozenset[str]) -> Kernels:
     rounding = PackedOperators(built, rounds_rows=True) if rounded else None
     return CompiledKernels(FewRows(built), PackedOperators(built), rounding, rounded)
-
-
-@functools.cache
-def _compiled_pack() -> Pack | None:
-    """Load the compiled packing; None, with one warning, where it cannot be compiled."""
-    try:
-        load_part(PACKING)
-        return CompiledPacking(load_kernels())
-    except (StorageError, UnsupportedError) as error:
-        _log.warning("%s Weights are rounded to 8 or 4 bits by numpy, which is slow.", error)
-        return None

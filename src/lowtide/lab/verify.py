@@ -335,7 +335,7 @@ def _some_rows(logits: Tensor) -> Tensor:
 
 
 def _long_step(llm: LLM, text: Sequence[int]) -> list[int]:
-    """Return the tokens that one step writes after the start of a text, to its length."""
+    """Return the tokens that one step writes in place of a text's end."""
     num_new = min(LONG_ANSWER_TOKENS, len(text) - 1)
     diffusion = DiffusionParams(steps=1, block_length=num_new, remasking="low_confidence")
     params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)

@@ -1,7 +1,7 @@
 """Memory ranges for tensors, on huge pages where they pay.
 
 The pages under a buffer decide the cost of disk reads into it: huge pages reach two to three times
-the speed of 4 KiB pages (docs/log). An `Arena` keeps all its memory; an `ElasticArena` acquires and
+the speed of 4 KiB pages (docs/log). An `Arena` keeps all its memory; an `PagedArena` acquires and
 releases parts of it while its addresses, and tensors over them, stay. Knows nothing of its
 contents.
 """
@@ -21,7 +21,7 @@ from lowtide.errors import InternalError, PageError
 from lowtide.memory.host_pages import HUGE_PAGE_BYTES, HostMapping, HostPages
 from lowtide.memory.pages import PageAccount
 
-__all__ = ["HUGE_PAGE_BYTES", "Arena", "ElasticArena", "Region"]
+__all__ = ["HUGE_PAGE_BYTES", "Arena", "PagedArena", "Region"]
 
 Span = tuple[int, int]
 """Start and end of a byte range."""
@@ -59,7 +59,7 @@ class Arena(Region):
         super().__init__(mapping.bytes)
 
 
-class ElasticArena(Region):
+class PagedArena(Region):
     """Address range whose memory grows and shrinks on account of a budget.
 
     It may have several equal parts, whose bytes are committed and released alike: bytes `start` to
@@ -85,7 +85,7 @@ class ElasticArena(Region):
         self.part_bytes = pages.num_bytes // num_parts
         self._pages = pages
         self.account = account
-        self._free_bytes = free_bytes
+        self.free_bytes = free_bytes
         num_groups = self.part_bytes // pages.group_bytes
         self._is_committed: BoolArray = np.zeros(num_groups, np.bool_)  # of each part
 
@@ -162,7 +162,7 @@ class ElasticArena(Region):
             raise
 
     def _check_free(self, num_bytes: int) -> None:
-        num_free = None if self._free_bytes is None else self._free_bytes()
+        num_free = None if self.free_bytes is None else self.free_bytes()
         if num_free is not None and num_bytes > num_free:
             raise PageError(
                 f"{self.account.owner} wants {num_bytes} bytes more, and the system has "

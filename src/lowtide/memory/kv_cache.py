@@ -412,10 +412,10 @@ class KVCache(TokenSpans[KVRange]):
 
     def give_way(self, num_bytes: int) -> None:
         """Drop kept ranges, oldest first, until their pages have released `num_bytes`."""
-        if self._pages is None:
+        if self.pages is None:
             return
-        left_bytes = self._pages.committed_bytes - num_bytes
-        while self._kept and self._pages.committed_bytes > left_bytes:
+        left_bytes = self.pages.committed_bytes - num_bytes
+        while self._kept and self.pages.committed_bytes > left_bytes:
             self.free(self._kept[0])
 
     def apply_rule(self, more_bytes: int = 0) -> None:
@@ -430,7 +430,7 @@ class KVCache(TokenSpans[KVRange]):
 
         Raises PageError, changing nothing but kept ranges, if there is none.
         """
-        if self._pages is None:
+        if self.pages is None:
             return
         is_plain = kv_range.states is None and not kv_range.windows
         if is_plain and num_tokens <= kv_range.num_usable:
@@ -655,11 +655,11 @@ class KVCache(TokenSpans[KVRange]):
         self.shrink(kv_range, num_tokens, align_up(capacity, GRANULE_TOKENS))
 
     def _have_windows_room(self, num_tokens: int, but: KVRange | None = None) -> bool:
-        """Return True if a new range of so many tokens finds room; but: a kept one that stays."""
+        """Return True if a new range of `num_tokens` finds room; but: a kept range that stays."""
         return self._have_windows_free([store.capacity(num_tokens) for store in self._windows], but)
 
     def _have_windows_free(self, wanted: Sequence[int], but: KVRange | None = None) -> bool:
-        """Return True if each window has so many tokens that are unused or kept."""
+        """Return True if each window has the wanted number of tokens unused or kept."""
         num_free = [store.num_unused_tokens for store in self._windows]
         for taken in self._taken:
             for number, (index, window) in enumerate(taken.all_windows):
@@ -752,7 +752,7 @@ class KVCache(TokenSpans[KVRange]):
             kv_range.copies.append(made)
 
     def _have_unused(self, wanted: Sequence[int]) -> bool:
-        """Return True if each window has so many tokens that are unused."""
+        """Return True if each window has the wanted number of tokens unused."""
         pairs = zip(self._windows, wanted, strict=True)
         return all(num_here <= store.num_unused_tokens for store, num_here in pairs)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import align_up
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 from lowtide.memory.pages import PageAccount
 
 GRANULE_TOKENS = 16
@@ -53,9 +53,9 @@ class WindowShape(NamedTuple):
     cap: int  # tokens that it keeps of one sequence
 
     def first_needed(self, num_tokens: int) -> int:
-        """Return the position from which tokens are kept where a sequence goes on behind so many.
+        """Return the first position to keep so that a sequence can go on behind `num_tokens`.
 
-        It is a whole granule, at or before the first that the next row sees.
+        It is a whole granule, at or before the first position that the next row sees.
         """
         return max(0, num_tokens + 1 - self.window) // GRANULE_TOKENS * GRANULE_TOKENS
 
@@ -219,8 +219,8 @@ class KVPages:
 
     def __init__(
         self,
-        *groups: tuple[ElasticArena, KVLayout],
-        states: ElasticArena | None = None,
+        *groups: tuple[PagedArena, KVLayout],
+        states: PagedArena | None = None,
         windows: Sequence[KVPages] = (),
     ) -> None:
         """groups: an arena has as many parts as its layout, each large enough for all tokens.
@@ -231,7 +231,7 @@ class KVPages:
         self.account: PageAccount = groups[0][0].account if groups else windows[0].account
         self.states = states
         self.windows = tuple(windows)
-        self._arenas = [(arena, layout.row_bytes) for arena, layout in groups]
+        self.arenas = [(arena, layout.row_bytes) for arena, layout in groups]
         self.storage = [
             arena.bytes.view(layout.dtype).as_strided(
                 layout.shape, layout.strides(arena.part_bytes)
@@ -249,7 +249,7 @@ class KVPages:
         """Memory committed now."""
         others = 0 if self.states is None else self.states.committed_bytes
         others += sum(each.committed_bytes for each in self.windows)
-        return others + sum(arena.committed_bytes for arena, _ in self._arenas)
+        return others + sum(arena.committed_bytes for arena, _ in self.arenas)
 
     def commit(self, start: int, stop: int) -> None:
         """Make tokens `start` to `stop` of every part usable, preserving those that are.
@@ -257,17 +257,17 @@ class KVPages:
         Raises PageError if there is no memory for them; then `release` gives back what a first
         group has got.
         """
-        for arena, row_bytes in self._arenas:
+        for arena, row_bytes in self.arenas:
             arena.commit(start * row_bytes, stop * row_bytes)
 
     def release(self, start: int, stop: int) -> None:
         """Release the memory of tokens `start` to `stop`, except pages shared with neighbours."""
-        for arena, row_bytes in self._arenas:
+        for arena, row_bytes in self.arenas:
             arena.release(start * row_bytes, stop * row_bytes)
 
     def close(self) -> None:
         """Release everything; the storage must not be used afterwards."""
-        for arena, _ in self._arenas:
+        for arena, _ in self.arenas:
             arena.close()
         for each in self.windows:
             each.close()

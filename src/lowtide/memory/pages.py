@@ -1,7 +1,7 @@
 """A memory budget divided among accounts while a model runs.
 
 Pure arithmetic. KV cache, workspace and expert slots each have an account; together they never draw
-more than the budget. Knows nothing of addresses: `ElasticArena` makes drawn bytes physical, and
+more than the budget. Knows nothing of addresses: `PagedArena` makes drawn bytes physical, and
 gives bytes back only when they are no longer physical, so that shrinking completes before another
 account grows.
 """

@@ -76,7 +76,7 @@ class PassPlanner:
         """List the parts of a plan's memory by name, with their bytes."""
         if plan.counts.tokens <= TILE_ROWS:
             return self.short.needed_parts
-        return self._template(plan.counts).at(bounds(plan.counts, plan.chunks)).needed_parts
+        return self.template(plan.counts).at(bounds(plan.counts, plan.chunks)).needed_parts
 
     def least_bytes(self, counts: Counts) -> int:
         """Return the bytes needed by all passes of up to these counts, with one tile per chunk."""
@@ -94,7 +94,7 @@ class PassPlanner:
     def _search(self, counts: Counts, free_bytes: int, range_bytes: int) -> PassPlan:
         if counts.tokens <= TILE_ROWS:
             return self._short_plan(counts, free_bytes, range_bytes)
-        template, chunks = self._template(counts), self._fewest_chunks()
+        template, chunks = self.template(counts), self._fewest_chunks()
         library_bytes = template.library_bytes(bounds(counts, chunks))
         limit_bytes = min(range_bytes, free_bytes - library_bytes)  # of the range
         while True:
@@ -116,7 +116,8 @@ class PassPlanner:
         binding = max(self.short.needed_parts, key=lambda held: held[1])[0]
         return _plan(counts, EACH_TILE, self.short, binding)
 
-    def _template(self, counts: Counts) -> Template:
+    def template(self, counts: Counts) -> Template:
+        """Return the template of long passes with these statistics of logits, made once."""
         if counts.asked not in self._templates:
             template = self.forward
             for asked in counts.asked:
@@ -128,7 +129,7 @@ class PassPlanner:
         """Return the graph of the short passes or of the long one, whichever needs more."""
         if counts.tokens <= TILE_ROWS:
             return self.short
-        graph = self._template(counts).at(bounds(counts, chunks))
+        graph = self.template(counts).at(bounds(counts, chunks))
         return max(graph, self.short, key=lambda graph: graph.needed_bytes)
 
     def _divisible(

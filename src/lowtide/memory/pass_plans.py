@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from lowtide.errors import PlanError
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 from lowtide.memory.chunking import Counts
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 
@@ -19,7 +19,7 @@ class PassPlans:
 
     def __init__(self, planner: PassPlanner, room: FixedRoom | PagedRoom) -> None:
         self.planner = planner
-        self._room = room
+        self.room = room
         self.current: PassPlan | None = None  # of the current or latest pass
 
     def for_pass(self, counts: Counts) -> PassPlan:
@@ -29,16 +29,16 @@ class PassPlans:
         had; the next pass may differ.
         """
         plan = self._plan(counts)
-        self._room.hold(plan)
+        self.room.hold(plan)
         self.current = plan
         return plan
 
     def rest(self) -> None:
         """Return memory while idle, where no expert could use it."""
-        self._room.rest()
+        self.room.rest()
 
     def _plan(self, counts: Counts) -> PassPlan:
-        room, free_bytes = self._room, self._room.free_bytes
+        room, free_bytes = self.room, self.room.free_bytes
         if not room.is_wanted:
             try:
                 return self.planner.plan(counts, free_bytes, room.range_bytes(free_bytes))
@@ -71,13 +71,13 @@ class FixedRoom:
 class PagedRoom:
     """A range whose memory, with that of libraries, grows and shrinks within a budget."""
 
-    def __init__(self, arena: ElasticArena, is_wanted: Callable[[], bool] | None = None) -> None:
+    def __init__(self, arena: PagedArena, is_wanted: Callable[[], bool] | None = None) -> None:
         """is_wanted: returns True if another account could use memory that a pass can spare.
 
         Without it a pass has only the memory of its own plan; the rest, and everything between
         requests, is returned to the system.
         """
-        self._arena = arena
+        self.arena = arena
         self._account = arena.account
         self._is_wanted = is_wanted
         self._library_bytes = 0
@@ -89,7 +89,7 @@ class PagedRoom:
     def free_bytes(self) -> int:
         """Bytes for the next pass, range and libraries together, without asking other accounts."""
         free_bytes = self._account.num_bytes + self._account.budget.num_free_bytes
-        return free_bytes - (self._arena.group_bytes - 1)
+        return free_bytes - (self.arena.group_bytes - 1)
 
     @property
     def can_ask(self) -> bool:
@@ -108,11 +108,11 @@ class PagedRoom:
 
     def range_bytes(self, free_bytes: int) -> int:
         """Return the share of `free_bytes` that the range may have."""
-        return min(free_bytes, self._arena.part_bytes)
+        return min(free_bytes, self.arena.part_bytes)
 
     def hold(self, plan: PassPlan) -> None:
         """Provide the memory of a pass. Nothing of the range is alive."""
-        arena, range_bytes = self._arena, plan.placement.arena_bytes
+        arena, range_bytes = self.arena, plan.placement.arena_bytes
         library_more = max(0, plan.library_bytes - self._library_bytes)
         num_more = arena.missing_bytes(0, range_bytes) + library_more
         if self._is_wanted is None or num_more > self._account.budget.num_free_bytes:
@@ -130,7 +130,7 @@ class PagedRoom:
 
     def shrink(self, range_bytes: int = 0, library_bytes: int = 0) -> None:
         """Release all but these bytes of the range and of libraries."""
-        self._arena.release(range_bytes, self._arena.part_bytes)
+        self.arena.release(range_bytes, self.arena.part_bytes)
         if library_bytes < self._library_bytes:
             self._account.give_back(self._library_bytes - library_bytes)
             self._library_bytes = library_bytes
@@ -144,9 +144,9 @@ class PagedRoom:
         """Release everything; the range must not be used afterwards."""
         self._account.give_way = None
         self.shrink()
-        self._arena.close()
+        self.arena.close()
 
     def _give_way(self, num_bytes: int) -> None:
         library_bytes = max(0, self._library_bytes - num_bytes)
         num_bytes -= self._library_bytes - library_bytes
-        self.shrink(max(0, self._arena.committed_bytes - num_bytes), library_bytes)
+        self.shrink(max(0, self.arena.committed_bytes - num_bytes), library_bytes)

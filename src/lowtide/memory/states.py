@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide.config import StateArray
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 
 PAGE_BYTES = 4096
 """Slots begin on such multiples, so that each can be given memory by itself."""
@@ -92,7 +92,7 @@ class RangeStates:
 
     @property
     def num_held(self) -> int:
-        """Number of slots with memory, where it is elastic."""
+        """Number of slots with memory, where each draws its own."""
         return len(self.slots) if self.has_memory else len(self.snapshots)
 
     @property
@@ -115,7 +115,7 @@ class RangeStates:
 class StateStore:
     """Owns the slots; does not know who is running or kept."""
 
-    def __init__(self, layout: StateLayout, memory: Tensor, arena: ElasticArena | None = None):
+    def __init__(self, layout: StateLayout, memory: Tensor, arena: PagedArena | None = None):
         """memory: uint8, of all slots. arena: provides it; by default it is all there."""
         self.slot_bytes, self.num_slots = layout.slot_bytes, layout.num_slots
         self._memory, self._arena = memory, arena

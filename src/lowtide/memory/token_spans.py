@@ -46,7 +46,7 @@ class TokenSpans(Generic[S]):
         pages: provides memory behind them; by default it is all there.
         """
         self._storage = tuple(storage)
-        self._pages = pages
+        self.pages = pages
         self.num_tokens = num_tokens
         self.token_bytes = sum(x[:, :, :, :1].numel() * x.element_size() for x in self._storage)
         self._taken: list[S] = []  # ascending by start
@@ -99,7 +99,7 @@ class TokenSpans(Generic[S]):
                 f"{num_rows} rows from position {position} on leave a KV range of "
                 f"{span.capacity} tokens."
             )
-        if self._pages is not None and stop > span.num_usable:
+        if self.pages is not None and stop > span.num_usable:
             raise InternalError(
                 f"{num_rows} rows from position {position} on have memory for "
                 f"{span.num_usable} tokens: `prepare` comes first."
@@ -109,19 +109,19 @@ class TokenSpans(Generic[S]):
 
     def commit_to(self, span: S, num_usable: int) -> None:
         """Provide memory for the first `num_usable` tokens of a span. Raises PageError."""
-        if self._pages is not None and num_usable > span.num_usable:
+        if self.pages is not None and num_usable > span.num_usable:
             self._commit(span.start, span.start + num_usable)
             span.num_usable = num_usable
 
     def release_unused(self) -> None:
         """Release all memory that no span uses."""
-        if self._pages is None:
+        if self.pages is None:
             return
         end = 0
         for taken in self._taken:
-            self._pages.release(end, taken.start)
+            self.pages.release(end, taken.start)
             end = taken.start + taken.num_usable
-        self._pages.release(end, self.num_tokens)
+        self.pages.release(end, self.num_tokens)
 
     def _copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy tokens of all layers to a place that may overlap the source."""
@@ -189,9 +189,9 @@ class TokenSpans(Generic[S]):
 
     def _commit(self, start: int, stop: int) -> None:
         """Commit memory of tokens; spans give way if there is none."""
-        while self._pages is not None:
+        while self.pages is not None:
             try:
-                return self._pages.commit(start, stop)
+                return self.pages.commit(start, stop)
             except PageError:
                 if not self._give_way():
                     self.release_unused()  # what one of several tensors has got

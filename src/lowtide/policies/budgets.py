@@ -11,7 +11,7 @@ from lowtide.core import BoolArray, FloatArray, IntArray
 _PERIOD = 2  # steps between two looks at the layers
 _FORGET = 0.9  # weight of the past in what a layer's residents are worth, per look
 _LEAST_RATIO = 2.0  # of the worth gained to the worth lost, so that slots do not go to and fro
-_SHARE = 32  # of a layer's experts, one in so many changes layers at once
+_SHARE = 32  # a layer gives or gets at most one in this many of its experts at once
 
 
 class Budgets:

@@ -114,7 +114,7 @@ class Policies:
         if moves is None:
             moves = self._moves(facts, decision)
         if self.receipts is not None:
-            self._settle(self.receipts, facts, decision, moves)
+            self.settle(self.receipts, facts, decision, moves)
         return moves
 
     def _moves(self, facts: Facts, decision: Decision) -> Moves:
@@ -132,7 +132,7 @@ class Policies:
         chosen = of_those(moves, np.append(decision.assignment.host, later))
         return chosen._replace(admit=chosen.admit[~np.isin(chosen.admit, later)], later=later)
 
-    def _settle(self, receipts: Receipts, facts: Facts, decision: Decision, moves: Moves) -> None:
+    def settle(self, receipts: Receipts, facts: Facts, decision: Decision, moves: Moves) -> None:
         """Record a substitution's savings against the assignment of the router's choice."""
         run = decision.run
         if run is None or facts.routing is None or run.routing is None:

@@ -17,7 +17,7 @@ from lowtide.policies.tau import TAUS
 
 _FIRST = 4  # steps until the first estimate; then after twice as many, and so on to a window
 _WINDOW = 32  # steps whose demand is kept
-_HYSTERESIS = 0.01  # share of the time that another interval has to save
+HYSTERESIS = 0.01  # share of the time that another interval has to save
 
 
 class TauChange(NamedTuple):
@@ -86,7 +86,7 @@ class OnlineTau:
             self._hits[order], self._index[order], taus, self._budget, self._costs, self._waits
         )
         now_s, best = float(seconds[taus.index(self.tau)]), int(seconds.argmin())
-        if seconds[best] < (1 - _HYSTERESIS) * now_s:
+        if seconds[best] < (1 - HYSTERESIS) * now_s:
             saved = 1 - float(seconds[best]) / now_s
             self._on_change(TauChange(self._num_steps, self.tau, taus[best], saved))
             self.tau = taus[best]

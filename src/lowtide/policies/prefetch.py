@@ -168,7 +168,7 @@ class Combined(Prefetch):
         return total
 
 
-_WATCH_STRIDE = 8  # of a silent prefetch: one layer in so many is forecast, each in its turn
+_WATCH_STRIDE = 8  # a silent prefetch forecasts one layer in this many, each in its turn
 _MARGIN = 1.5
 _DECAY = 0.98  # of the sums, from one layer to the next
 

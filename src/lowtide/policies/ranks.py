@@ -25,12 +25,10 @@ class Ranks(NamedTuple):
     per_token: float = 0.0  # what the rank of a demanded expert gains for each of its tokens,
     per_expert: float = 0.0  # and once,
     per_share: float = 0.0  # and for its share of what the layer's demand is worth
-    worth: FloatArray | None = None  # [n] of so many tokens, the last for more; None: their number
+    worth: FloatArray | None = None  # [n] by tokens; the last for more; None: their number
     clock: IntArray | None = None  # [1]: if given, its rank becomes the next number instead
     includes_all: bool = False  # absent experts that the pass does not demand compete, too
-    low_ids_leave: bool = (
-        False  # which of residents of equal rank leave first: lower ids, or higher
-    )
+    low_ids_leave: bool = False  # first among residents of equal rank; else high ones
     is_forced: bool = False  # newcomers need no rank, nor a higher one than who leaves for them
 
 
@@ -41,8 +39,7 @@ def admit(
 
     Absent demanded experts are admitted by rank, lower ids first among equals, while there is free
     room or a resident of lower rank. A demanded resident may leave as well, after its use. Experts
-    that are
-    not demanded are not read: if they outrank a resident, it stays.
+    that are not demanded are not read: if they outrank a resident, it stays.
     """
     bump(ranks, layer, experts, num_tokens)
     is_demanded = np.zeros(len(is_resident), np.bool_)

@@ -160,7 +160,7 @@ class Recipe:
     asks_scores: its substitution needs the router's scores in its facts, always or by its options.
     check_buddies: raises UsageError if options need a buddy profile and there is none.
     contradiction: returns an error message for contradictory options, or None.
-    sizes: what options come to in layers of so many experts, beside a device or not, in words.
+    sizes: describes what options come to, for layers of this many experts, with a device or not.
     """
 
     placement: Callable[[PolicyInputs], Placement]

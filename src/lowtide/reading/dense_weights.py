@@ -64,7 +64,7 @@ class DenseWeights:
 
     @property
     def largest_stored_bytes(self) -> int:
-        """Bytes of the largest of them in the files."""
+        """Bytes of the largest weight, as stored."""
         return max(entry.num_bytes for entry in self._entries.values())
 
     @property

@@ -104,8 +104,7 @@ class ModelSchema:
     """Every tensor that a model needs.
 
     `storages` are the accepted ways to store the experts, the published one first. `absent` lists
-    names
-    that contradict the config: a checkpoint with such a tensor would silently be computed wrongly.
+    names that contradict the config: a checkpoint with one would silently be computed wrongly.
     """
 
     dense: tuple[TensorSpec, ...]

@@ -84,7 +84,7 @@ def _before_value(form: CallForm, name: str) -> str:
 
 
 def _value_end(form: CallForm) -> str:
-    """Write the end of a value, by which a raw text ends."""
+    """Write the mark behind a value, at which raw text ends."""
     end = form.xml.parameter_end
     return literal(f"\n{end}\n") if form.xml.is_padded else form.mark(end)
 

@@ -30,7 +30,7 @@ MAX_VALUES = 250_000
 SMALL_BYTES = 16 << 10
 """Bodies up to this size are handled on the loop: starting a thread would take longer."""
 
-_CHUNK_BYTES = 64 << 10
+CHUNK_BYTES = 64 << 10
 
 
 class JsonRoute(APIRoute):
@@ -127,7 +127,7 @@ def count_values(body: bytes, most: int) -> int:
     """Count the values of JSON in UTF-8, stopping above `most`."""
     num_values, in_string, last, place = 1, False, b"", 0
     while place < len(body) and num_values <= most:
-        end = place + _CHUNK_BYTES
+        end = place + CHUNK_BYTES
         chunk = body[place:end]
         if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:  # an escape stays whole
             chunk = body[place : end + 1]

@@ -80,7 +80,9 @@ def share_of(
     """
     nodes = node_resources()
     if options.get("cores") is not None:
-        raise UsageError("cores: under Ray each engine takes so many; give their number to Ray.")
+        raise UsageError(
+            "cores: under Ray each engine has those that Ray gives it; ask Ray for them."
+        )
     least_cpus = int(min(node["CPU"] for node in nodes))
     num_cpus = least_cpus if cores is None else cores
     plan = plan_model(model, **options)

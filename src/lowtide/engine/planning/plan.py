@@ -17,7 +17,7 @@ from lowtide.devices.cuda import pinned_bytes
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.facts import MemoryFacts, RunOptions
 from lowtide.engine.opening.model import OpenModel
-from lowtide.engine.planning.elastic_plan import elastic_tokens
+from lowtide.engine.planning.budget_division import max_cache_tokens
 from lowtide.engine.planning.planner import Planner, num_threads
 from lowtide.engine.planning.prediction import predictor_of
 from lowtide.formats.plain import SAFETENSORS_NAME
@@ -110,7 +110,7 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
             host_residents_per_layer=at_home,
             advised_bytes=_advised_bytes(home_needs, memory.dtype),
         )
-    plan = replace(plan, elastic_tokens=elastic_tokens(planner, plan))
+    plan = replace(plan, max_cache_tokens=max_cache_tokens(planner, plan))
     predictor = predictor_of(opened.speed_facts, plan)
     return plan if predictor is None else replace(plan, prediction=predictor.prediction())
 

@@ -65,21 +65,18 @@ class _Counted:
     pass_planners: dict[tuple[object, ...], PassPlanner] = field(default_factory=dict)
 
 
+@dataclass(eq=False, frozen=True)
 class Planner:
     """Counts the memory of a model's passes, by running them without computing; caches the counts.
 
     Knows nothing of budgets.
     """
 
-    def __init__(
-        self, config: ModelConfig, memory: MemoryFacts, wants: PassWants, max_chunks: int = 1
-    ) -> None:
-        """max_chunks: of a prompt in one pass."""
-        self.config = config
-        self.memory = memory
-        self.wants = wants
-        self.max_chunks = max_chunks
-        self._counted = _Counted()
+    config: ModelConfig
+    memory: MemoryFacts
+    wants: PassWants
+    max_chunks: int = 1  # of a prompt in one pass
+    _counted: _Counted = field(default_factory=_Counted)  # all planners of a model share it
 
     @classmethod
     def of(cls, config: ModelConfig, memory: MemoryFacts, asked: EngineConfig) -> Planner:
@@ -88,22 +85,22 @@ class Planner:
 
     def wanting(self, wants: PassWants) -> Planner:
         """Return the same model's planner for another policy, sharing the cache."""
-        return self._sharing(self.memory, wants, self.max_chunks)
+        return replace(self, wants=wants)
 
     def in_format(self, memory: MemoryFacts) -> Planner:
         """Return the planner of the same model in other formats, with the same counts.
 
         Formats are of weights, and passes take no more of the workspace for them.
         """
-        return self._sharing(memory, self.wants)
+        return replace(self, memory=memory, max_chunks=1)
 
     def at_context(self, context: ContextFacts) -> Planner:
         """Return the same model's planner for another context, sharing the cache."""
-        return self._sharing(replace(self.memory, context=context), self.wants)
+        return replace(self, memory=replace(self.memory, context=context), max_chunks=1)
 
     def joining(self, max_chunks: int) -> Planner:
         """Return the same model's planner for passes of several chunks of a prompt, too."""
-        return self._sharing(self.memory, self.wants, max_chunks)
+        return replace(self, max_chunks=max_chunks)
 
     def registrar(self, num_rows: int | None = None, form: Form = Form.FUSED) -> Registrar:
         """Count, once, the memory of passes of up to `num_rows` rows.
@@ -229,11 +226,6 @@ class Planner:
             model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
         return model, hidden
 
-    def _sharing(self, memory: MemoryFacts, wants: PassWants, max_chunks: int = 1) -> Planner:
-        planner = Planner(self.config, memory, wants, max_chunks)
-        planner._counted = self._counted
-        return planner
-
     def _head_template(self, form: Form, asked: LogitNeeds) -> Template:
         samples = []
         for num_rows, chunks in _HEAD_SAMPLES:
@@ -293,7 +285,7 @@ class Planner:
         return found
 
 
-# Rows of logits, and chunks of them, of a pass of so many rows.
+# Numbers of rows with logits, and of chunks of them, in a pass of `_HEAD_TOKENS` rows.
 _HEAD_TOKENS = 2048
 _HEAD_SAMPLES: tuple[tuple[int, Mapping[str, int]], ...] = (
     *((1024, {}), (1500, {}), (200, {}), (1024, {"logits": 1})),

@@ -65,12 +65,12 @@ def decoding_kind(engine: Engine) -> Kind[Any, Any, Any]:
 
 def run_pass(engine: Engine, decoder: BatchDecoder[Any, Any]) -> list[Event]:
     """Run one step of a decoder, then move memory."""
-    model, elastic = engine.model, engine.elastic
+    model, moving = engine.model, engine.moving
     num_rows, start_s = model.num_prompt_rows, model.prompt_s
     events = decoder.step()
     if engine.home is not None:
         engine.home.settle()
-    if elastic is not None:
-        elastic.note_pass(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
-        elastic.settle()
+    if moving is not None:
+        moving.note_pass(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
+        moving.settle()
     return events

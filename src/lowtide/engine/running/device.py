@@ -17,7 +17,7 @@ from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.facts import ExpertFacts
 from lowtide.engine.running.experts import ExpertParts
 from lowtide.errors import DeviceError
-from lowtide.experts.elastic_slots import ElasticSlots
+from lowtide.experts.paged_slots import PagedSlots
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measurements, measure_costs
 from lowtide.hardware.store import stored_or_measured
@@ -68,7 +68,7 @@ def request_of(
     )
 
 
-def _open_over(name: str, request: DeviceRequest, lent: ElasticSlots) -> OpenDevice:
+def _open_over(name: str, request: DeviceRequest, lent: PagedSlots) -> OpenDevice:
     """Open a device over slots whose memory moves. Raise DeviceError if its slots lie elsewhere."""
     made = KINDS[name].open(request)
     with ExitStack() as undo:

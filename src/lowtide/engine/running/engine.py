@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.engine.opening.facts import ModelFacts, RunOptions
 from lowtide.engine.planning.planner import Planner
-from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.home_memory import HomeMemory
+from lowtide.engine.running.moving_memory import MovingMemory
 from lowtide.engine.running.not_finite import FaultSearch
 from lowtide.experts.no_experts import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
@@ -39,7 +39,7 @@ class Engine:
     reader: FileReader
     executor: HostExecutor
     pass_plans: PassPlans | None = None  # None: all passes have the plan of the largest
-    elastic: ElasticMemory | None = None  # None: every expert has a slot, or they are a GPU's
+    moving: MovingMemory | None = None  # None: every expert has a slot, or they are a GPU's
     home: HomeMemory | None = None  # None: there is no device, or host memory holds every expert
     stored: StoredSequences | None = None  # None: kept sequences are in memory alone
     trial: PolicyTrial | None = None  # None: the policy stays
@@ -50,7 +50,7 @@ class Engine:
 
         kv_cache_usage: the share of the KV cache used by running requests.
         """
-        moved = {} if self.elastic is None else self.elastic.as_dict()
+        moved = {} if self.moving is None else self.moving.as_dict()
         moved |= {} if self.home is None else self.home.as_dict()
         usage = 1 - self.kv_cache.num_free_tokens / self.kv_cache.num_tokens
         return {**self.experts.as_dict(), **moved, "kv_cache_usage": usage}
@@ -59,8 +59,8 @@ class Engine:
         """Return memory between passes if the system runs short of it."""
         if self.home is not None:
             self.home.follow_free_memory()
-        if self.elastic is not None:
-            self.elastic.follow_free_memory()
+        if self.moving is not None:
+            self.moving.follow_free_memory()
 
     def rest(self) -> None:
         """Free the passes' memory while the engine is idle, unless experts can use it."""
@@ -80,6 +80,6 @@ class Engine:
         self.reader.close()
         if self.stored is not None:
             self.stored.close()
-        for memory in (self.elastic, self.home):
+        for memory in (self.moving, self.home):
             if memory is not None:
                 memory.close()

@@ -17,10 +17,10 @@ from lowtide.engine.running.home_memory import HomeMemory, home_slots
 from lowtide.experts.batched_experts import BatchedExperts, cores_beside_device
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
-from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
+from lowtide.experts.paged_slots import PagedSlots
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import DiskTransfer
@@ -45,7 +45,7 @@ class ExpertParts(NamedTuple):
     kernels: Kernels  # the host's
     reader: FileReader
     executor: HostExecutor
-    lent: ElasticSlots | None  # the fast tier's, where their memory comes and goes
+    lent: PagedSlots | None  # the fast tier's, where their memory comes and goes
 
 
 MakePolicies = Callable[[HostTier, DeviceTier | None], Policies]
@@ -89,7 +89,7 @@ def load_experts(
     return runtime, home
 
 
-def _home_slots(parts: ExpertParts, made: OpenDevice) -> ElasticSlots | None:
+def _home_slots(parts: ExpertParts, made: OpenDevice) -> PagedSlots | None:
     """Make the host slots beside a device if it leaves their memory free to move."""
     tier = parts.plan.host
     if made.keep_first is None or tier.num_slots == parts.plan.num_experts:
@@ -98,7 +98,7 @@ def _home_slots(parts: ExpertParts, made: OpenDevice) -> ElasticSlots | None:
 
 
 def _host_tier(
-    parts: ExpertParts, make_arena: Callable[[int], Arena], moving: ElasticSlots | None
+    parts: ExpertParts, make_arena: Callable[[int], Arena], moving: PagedSlots | None
 ) -> HostTier:
     """Make the host tier. Beside a device it holds all experts if they fit, else the last used."""
     facts, plan = parts.facts, parts.plan
@@ -122,7 +122,7 @@ def _host_tier(
 
 
 def _device_tier(
-    plan: MemoryPlan, made: OpenDevice, host: HostTier, lent: ElasticSlots | None
+    plan: MemoryPlan, made: OpenDevice, host: HostTier, lent: PagedSlots | None
 ) -> DeviceTier:
     num_ahead = plan.num_staging // 2
     costs = replace(made.costs, num_staging=plan.num_staging - num_ahead, num_ahead=num_ahead)

@@ -240,7 +240,7 @@ def _stand_in(engine: Engine) -> Iterator[Engine | None]:
     made: Decoder = families()[config.family].model()(
         config, model.weights, experts, engine.kv_cache, model.compute
     )
-    yield replace(engine, model=made, experts=experts, elastic=None, stored=None)
+    yield replace(engine, model=made, experts=experts, moving=None, stored=None)
 
 
 def _all_resident(engine: Engine, experts: ExpertRuntime) -> ExpertRuntime | None:

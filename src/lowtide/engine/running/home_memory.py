@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lowtide.core import MoEShape
-from lowtide.engine.planning.elastic_plan import group_bytes
+from lowtide.engine.planning.budget_division import group_bytes
 from lowtide.engine.running.moving_slots import FreeMemory, MovingSlots
 from lowtide.errors import PageError
 from lowtide.experts.device_tier import DeviceTier
-from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.paged_slots import PagedSlots
 from lowtide.experts.slots import SlotLedger
 from lowtide.hardware.memory import available_memory_bytes
-from lowtide.memory.arena import ElasticArena, Region
+from lowtide.memory.arena import PagedArena, Region
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget
 from lowtide.plan import TierPlan
@@ -26,14 +26,14 @@ Pin = Callable[[Region, int], object]
 """Has a device copy fast from the first bytes of a region, and from no others of it."""
 
 
-def home_slots(tier: TierPlan, shape: MoEShape, pin: Pin) -> ElasticSlots:
+def home_slots(tier: TierPlan, shape: MoEShape, pin: Pin) -> PagedSlots:
     """Make the planned host slots. Raises PageError if the system lacks memory for them."""
     num_bytes = tier.num_slots * tier.slot_bytes
     pages = HostPages(num_bytes, group_bytes(num_bytes))
     account = PageBudget(pages.num_bytes).open("host slots")
-    arena = ElasticArena(pages, account, free_bytes=available_memory_bytes)
+    arena = PagedArena(pages, account, free_bytes=available_memory_bytes)
     ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
-    slots = ElasticSlots(arena, tier.slot_bytes, ledger, tier.num_slots)
+    slots = PagedSlots(arena, tier.slot_bytes, ledger, tier.num_slots)
     pin(arena, slots.num_bytes(tier.num_slots))
     return slots
 
@@ -45,13 +45,13 @@ class HomeMemory:
     """
 
     def __init__(
-        self, slots: ElasticSlots, host: HostTier, device: DeviceTier, num_staging: int, pin: Pin
+        self, slots: PagedSlots, host: HostTier, device: DeviceTier, num_staging: int, pin: Pin
     ) -> None:
         """host: uses the slots. num_staging: those through which absent experts stream."""
-        self._slots = slots
+        self.slots = slots
         self._host, self._device = host, device
         self._pin = pin
-        self._moving = MovingSlots(slots, host, num_staging, lambda: host.capacity, self._at_rest)
+        self._moving = MovingSlots(slots, host, num_staging, lambda: host.capacity, self.at_rest)
         self._account = slots.arena.account
         self._free = FreeMemory(self._account.budget, slots.num_bytes(num_staging))
         self._account.give_way = self._moving.give_way
@@ -65,7 +65,7 @@ class HomeMemory:
         """Return counters since loading, and the present number of slots."""
         moving = self._moving
         return {
-            "num_host_slots": self._slots.num_live,
+            "num_host_slots": self.slots.num_live,
             "num_host_slots_lent": moving.num_taken,
             "num_host_slots_given": moving.num_given,
             "num_host_residents_moved": moving.num_moved,
@@ -79,10 +79,10 @@ class HomeMemory:
     def follow_free_memory(self) -> None:
         """Return memory if the system runs short of it, and take it again later."""
         self._free.follow()
-        num_live = self._slots.num_within(self._account.budget.num_bytes)
-        if num_live > self._slots.num_live and not self._free.is_short:
+        num_live = self.slots.num_within(self._account.budget.num_bytes)
+        if num_live > self.slots.num_live and not self._free.is_short:
             try:
-                with self._at_rest():
+                with self.at_rest():
                     self._moving.grow(num_live)
             except PageError:  # the system has less than it said: until it has more, that is all
                 self._account.budget.num_bytes = self._account.num_bytes
@@ -92,14 +92,14 @@ class HomeMemory:
     def close(self) -> None:
         """Release all memory, once the device is closed."""
         self._account.give_way = None
-        self._slots.arena.close()
+        self.slots.arena.close()
 
     @contextmanager
-    def _at_rest(self) -> Iterator[None]:
+    def at_rest(self) -> Iterator[None]:
         """Let no copy or read be under way; pin again what the slots have then."""
         self._device.pause()
         self._host.pause()
-        arena, slots = self._slots.arena, self._slots
+        arena, slots = self.slots.arena, self.slots
         self._pin(arena, 0)
         try:
             yield

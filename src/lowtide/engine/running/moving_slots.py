@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from lowtide.core import BoolArray
 from lowtide.experts.capacity import Capacity
 from lowtide.experts.device_tier import DeviceTier
-from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.paged_slots import PagedSlots
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.memory.pages import PageBudget
 from lowtide.policies.slot_lending import ExpertUse, grown, shrunk
@@ -19,7 +19,7 @@ SYSTEM_BYTES = 256 << 20
 """Free memory left to other programs: below it memory is returned to the system; above twice as
 much, memory is taken again."""
 
-_LOOK_S = 1.0
+LOOK_S = 1.0
 """Interval between checks of free memory."""
 
 
@@ -31,7 +31,7 @@ class MovingSlots:
 
     def __init__(
         self,
-        slots: ElasticSlots,
+        slots: PagedSlots,
         tier: HostTier | DeviceTier,
         num_staging: int,
         capacity: Callable[[], Capacity],
@@ -111,7 +111,7 @@ class FreeMemory:
 
         Looks once in a while only.
         """
-        if time.monotonic() < self._looked_s + _LOOK_S:
+        if time.monotonic() < self._looked_s + LOOK_S:
             return
         self._looked_s = time.monotonic()
         budget, spare_bytes = self._budget, available_memory_bytes() - SYSTEM_BYTES

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowtide.engine.planning.elastic_plan import group_bytes
+from lowtide.engine.planning.budget_division import group_bytes
 from lowtide.engine.planning.planner import Planner
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import HOST
-from lowtide.memory.arena import Arena, ElasticArena
+from lowtide.memory.arena import Arena, PagedArena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget
@@ -48,7 +48,7 @@ def paged_room(
 ) -> PagedRoom:
     """Reserve addresses for `num_bytes`, with an account of the budget; else as `PagedRoom`."""
     account, pages = budget.open("workspace"), HostPages(num_bytes, group_bytes(num_bytes))
-    arena = ElasticArena(pages, account, free_bytes=available_memory_bytes)
+    arena = PagedArena(pages, account, free_bytes=available_memory_bytes)
     return PagedRoom(arena, is_wanted)
 
 

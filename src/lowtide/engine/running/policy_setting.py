@@ -116,8 +116,8 @@ def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
     compute_s = measure_compute(host.slots.layout, shape, engine.kernels, cores_per_expert)
     choice = PolicyChoice.of(options, engine.plan.gpu is not None)
     policies = make_engine_policies(choice, plan, calibration, compute_s, host, device)
-    if engine.elastic is not None:
-        engine.elastic.restore()
+    if engine.moving is not None:
+        engine.moving.restore()
     experts.adopt(policies, options.asked.report)
     plan = with_sizes(plan, choice, experts)
     if engine.pass_plans is not None and planner.pass_planner is not None:

@@ -57,22 +57,22 @@ def watched(worker: Worker) -> Iterator[Callable[[], Look]]:
 def memory_of(engine: Engine, experts: ExpertLook) -> dict[str, TierMemory]:
     """Return the memory of each tier of the plan at this moment."""
     plan, kv_cache = engine.plan, engine.kv_cache
-    elastic = {} if engine.elastic is None else engine.elastic.held_bytes()
+    moving = {} if engine.moving is None else engine.moving.held_bytes()
     usage = 1 - kv_cache.num_free_tokens / kv_cache.num_tokens
     memory = {}
     for name, tier in plan_tiers(plan):
         held = _planned(tier)
         is_fast = tier is plan.fast_tier
         if is_fast:
-            held |= elastic
+            held |= moving
         elif engine.home is not None:
             held[_SLOTS] = engine.home.held_bytes
         residents = experts.residents.get(name)
         num_experts = 0 if residents is None else int(residents.sum())
         used = {_SLOTS: min(held[_SLOTS], num_experts * tier.slot_bytes)}
         if is_fast:  # memory that moves is there for what is written alone
-            is_elastic = "kv_cache" in elastic
-            used["kv_cache"] = round(held["kv_cache"] * (1.0 if is_elastic else usage))
+            is_moving = "kv_cache" in moving
+            used["kv_cache"] = round(held["kv_cache"] * (1.0 if is_moving else usage))
         memory[name] = TierMemory(tier.budget_bytes, held, used)
     return memory
 

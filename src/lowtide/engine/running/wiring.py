@@ -19,19 +19,19 @@ from lowtide.devices.kind import KINDS, OWN_DEVICES
 from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import check_buddies, find_calibration
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division, group_bytes
+from lowtide.engine.planning.budget_division import SMALL_GROUP_BYTES, Division, group_bytes
 from lowtide.engine.planning.plan import excess_of, shortage_of
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running.device import device_opener
-from lowtide.engine.running.elastic import (
-    ElasticMemory,
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.experts import ExpertParts, load_experts
+from lowtide.engine.running.key_store import digest_of, open_files, stored_sequences
+from lowtide.engine.running.moving_memory import (
+    MovingMemory,
     SharedMemory,
     kv_pages_of,
     paged_states,
 )
-from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.experts import ExpertParts, load_experts
-from lowtide.engine.running.key_store import digest_of, open_files, stored_sequences
 from lowtide.engine.running.not_finite import FaultSearch
 from lowtide.engine.running.pass_room import open_workspace
 from lowtide.engine.running.policy_setting import (
@@ -96,7 +96,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         executor = make_executor(shape, memory.device)
         undo.callback(executor.close)
         shared = None
-        if plan.elastic_tokens:
+        if plan.max_cache_tokens:
             shared = SharedMemory(Division.of(planner, plan), plan.fast_tier, context, memory.dtype)
         workspace = open_workspace(
             planner,
@@ -113,7 +113,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         threads = executor if plan.gpu is None else InlineExecutor()
         compute = Compute(threads, opened.kernels(device), workspace, device)
         experts: ExpertRuntime | NoExperts = NoExperts()
-        elastic = home = None
+        moving = home = None
         if memory.experts is not None:
             lent = None if shared is None else shared.open_slots(shape)
             parts = ExpertParts(memory.experts, plan, kernels, reader, executor, lent)
@@ -127,7 +127,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
                 asked.report,
             )
             plan = with_sizes(plan, choice, experts)
-            elastic = None if shared is None else ElasticMemory(shared, experts, plan)
+            moving = None if shared is None else MovingMemory(shared, experts, plan)
         undo.callback(experts.close)
         model = model_class(config, weights, experts, kv_cache, compute)
         stored = None
@@ -156,7 +156,7 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
             reader=reader,
             executor=executor,
             pass_plans=workspace.plans,
-            elastic=elastic,
+            moving=moving,
             home=home,
             stored=stored,
         )

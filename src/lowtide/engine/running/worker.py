@@ -127,8 +127,9 @@ class _PassEnded(Exception):
 class Worker:
     """Owns engine and decoder; delivers their events to callers.
 
-    Any thread may use `gate`, `mailbox` and `is_closed`, read `engine` and `speed`, and call
-    `end_error` once this is closed. Everything else belongs to the engine's thread once it runs.
+    Any thread may use `gate`, `mailbox` and `is_closed`, read `engine`, `speed`, `is_idle` and
+    `num_running`, and call `end_error` once this is closed. Everything else belongs to the engine's
+    thread once it runs.
 
     gate: lock for checking or changing `is_closed`. Messages in the mailbox are calls of methods.
     """
@@ -150,6 +151,16 @@ class Worker:
         self._num_expected = 0  # requests that are about to be queued
         self._is_stopped = self._has_ended = False
         self._fault: BaseException | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request or work has begun or waits; the mailbox is not looked at."""
+        return not (self._decoder.has_work or self._work or self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that the decoder has."""
+        return len(self._answers)
 
     # Messages
 
@@ -238,13 +249,13 @@ class Worker:
 
     def _read_mail(self) -> bool:
         """Drain the mailbox, blocking while idle. Return False once stopped."""
-        if self._is_idle:
+        if self.is_idle:
             self.engine.rest()
         while not self._is_stopped and (
-            self._is_idle or not self.mailbox.empty() or self._waits_for_more()
+            self.is_idle or not self.mailbox.empty() or self._waits_for_more()
         ):
             try:
-                message = self.mailbox.get(timeout=None if self._is_idle else EXPECTED_S)
+                message = self.mailbox.get(timeout=None if self.is_idle else EXPECTED_S)
             except Empty:
                 self._num_expected = 0  # what takes so long is not waited for
                 continue
@@ -252,10 +263,6 @@ class Worker:
             if self._num_expected and self.mailbox.empty():
                 self._begin_waiting()  # requests that came count among the expected ones
         return not self._is_stopped
-
-    @property
-    def _is_idle(self) -> bool:
-        return not (self._decoder.has_work or self._work or self._waiting)
 
     def _waits_for_more(self) -> bool:
         """Return True if expected requests would make the next pass much larger."""

@@ -13,7 +13,7 @@ _SUM_EPSILON = 1e-6  # of the published code
 
 
 class Lfm2Moe(Lfm2):
-    """Routing of LFM2, whose scores are in the compute dtype."""
+    """LFM2 with experts; router weights and scores are in the compute dtype."""
 
     @staticmethod
     def is_float32(name: str) -> bool:

@@ -15,7 +15,7 @@ from lowtide.models.decoder import Decoder
 
 
 class LLaDA2(Decoder):
-    """Tensor names and layers of Ling 2.0."""
+    """LLaDA2 or Ling 2.0; they have the same layers and names of tensors."""
 
     names = NAMES
 

@@ -36,7 +36,7 @@ _OLD_S = {  # older files are removed: see `_remove_old`
     **dict.fromkeys(("*.so", "*.o"), 30 * _DAY_S),
 }
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
+SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
 """Folders that belong to root on every Linux, whatever root's number in a container."""
 
 _TYPE_S = {f"{PACKED}/": 2.5, f"{ROUNDED}/": 3.5}
@@ -282,7 +282,7 @@ def _check_parent(parent: Path, folder: Path) -> None:
     """
     facts = parent.stat()
     is_open = facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX
-    is_trusted = parent in _SYSTEM_FOLDERS or facts.st_uid in (0, os.getuid())
+    is_trusted = parent in SYSTEM_FOLDERS or facts.st_uid in (0, os.getuid())
     if is_trusted and not is_open:
         return
     why = "may be written by anybody" if is_open else "belongs to another user"

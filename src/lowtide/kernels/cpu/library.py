@@ -26,7 +26,9 @@ from lowtide.kernels.cpu.sources import (
 )
 from lowtide.progress import Progress, no_progress
 
-_loaded: dict[str, ctypes.CDLL] = {}  # parts of this process, by name
+loaded: dict[str, ctypes.CDLL] = {}
+"""Parts that this process has loaded, by name."""
+
 _loading = threading.Lock()
 
 
@@ -37,9 +39,9 @@ def load_kernels() -> ctypes.CDLL:
 
 def load_part(name: str) -> ctypes.CDLL:
     """Load a part of the kernels and its dependencies, once per process; see `load_parts`."""
-    if name not in _loaded:
+    if name not in loaded:
         load_parts([name])
-    return _loaded[name]
+    return loaded[name]
 
 
 def load_parts(names: Sequence[str], report: Progress = no_progress) -> None:
@@ -50,8 +52,8 @@ def load_parts(names: Sequence[str], report: Progress = no_progress) -> None:
     own.
     """
     with _loading:  # later parts find the functions of earlier ones
-        wanted = [part(name) for name in with_needed(names) if name not in _loaded]
-        _loaded.update(_load(wanted, report, ctypes.RTLD_GLOBAL))
+        wanted = [part(name) for name in with_needed(names) if name not in loaded]
+        loaded.update(_load(wanted, report, ctypes.RTLD_GLOBAL))
 
 
 def load_library(source: Path) -> ctypes.CDLL:

@@ -79,7 +79,7 @@ class Report:
         self.layer_hits.append((num_activated, num_hits))
 
     def hit_rates(self, num_passes: int = 1) -> FloatArray:
-        """Return each layer's hit rate over groups of so many passes (DALI's Figure 18d).
+        """Return each layer's hit rate over groups of `num_passes` passes (DALI's Figure 18d).
 
         [groups, layers]; the last group may be smaller. NaN where a layer activated none.
         """

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from poison import PoisonedWorkspace
-from test_elastic_arena import physical_bytes
-from test_elastic_memory import elastic_of
+from test_moving_memory import moving_of
+from test_paged_arena import physical_bytes
+from whole import passes_watched
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.engine.running import pass_room
-from lowtide.engine.running.elastic import ElasticMemory
+from lowtide.engine.running.engine import Engine
 from lowtide.errors import PageError
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
@@ -50,25 +51,25 @@ def expected(model: Path) -> tuple[list[list[int]], torch.Tensor]:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
+def watched() -> Iterator[list[dict[str, int]]]:
     """Record the memory of each part after every pass.
 
     The budget is never exceeded, and every page has an owner.
     """
     shares: list[dict[str, int]] = []
-    settle = ElasticMemory.settle
 
-    def watch(self: ElasticMemory) -> None:
-        settle(self)
-        shared = self._shared
+    def note(engine: Engine) -> None:
+        if engine.moving is None:
+            return
+        shared = engine.moving.shared
         shares.append(shared.budget.shares())
         assert shared.budget.num_free_bytes >= 0
         assert physical_bytes(shared.arena) == shares[-1]["expert slots"]
-        assert physical_bytes(shared.room._arena) <= shares[-1]["workspace"]
-        assert self._slots.num_live >= self._moving.num_staging
+        assert physical_bytes(shared.room.arena) <= shares[-1]["workspace"]
+        assert shared.slots.num_live >= engine.plan.num_staging
 
-    monkeypatch.setattr(ElasticMemory, "settle", watch)
-    yield shares
+    with passes_watched(note):
+        yield shares
 
 
 @pytest.mark.parametrize("kv_cache", [True, "prefix"])
@@ -162,14 +163,14 @@ def test_a_pass_that_the_system_refuses_fails_alone_and_memory_returns(
     plan = plan_model(model, context=CONTEXT)
     host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
     with LLM(model, policy="lru", context=CONTEXT, host_memory=host_memory) as llm:
-        shared = elastic_of(llm)._shared
+        shared = moving_of(llm).shared
         llm.logits(PROMPT[:20])
         limit_bytes = 0
-        for arena in (shared.room._arena, shared.arena):
-            monkeypatch.setattr(arena, "_free_bytes", lambda: limit_bytes)
+        for arena in (shared.room.arena, shared.arena):
+            monkeypatch.setattr(arena, "free_bytes", lambda: limit_bytes)
         with pytest.raises(PageError, match="workspace wants"):
             llm.logits(PROMPT)
         limit_bytes = 1 << 40
         assert torch.equal(llm.logits(PROMPT[:700]), expected[1])
-    assert physical_bytes(shared.arena) == physical_bytes(shared.room._arena) == 0
+    assert physical_bytes(shared.arena) == physical_bytes(shared.room.arena) == 0
     assert shared.budget.num_free_bytes == shared.budget.num_bytes

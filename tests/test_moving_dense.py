@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from inside import loop_of
-from test_elastic_arena import physical_bytes
+from test_paged_arena import physical_bytes
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.families import SynthSize, families
@@ -39,23 +39,24 @@ WIDE = SynthSize(
 CHILD = """
 import json, random, sys
 from lowtide import DiffusionParams, SamplingParams
-from lowtide.engine.running.worker import Worker
+from lowtide.engine.running import worker
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak, resident_bytes
 from lowtide.llm import LLM
 
 folder, longest, num_lengths, num_passes, options = json.loads(sys.argv[1])
-passes, step = [], Worker._step
+passes, run_pass = [], worker.run_pass
 
-def watch(self):
+def watch(engine, decoder):
     reset_peak()
-    step(self)
-    plan = self.engine.pass_plans.current
+    events = run_pass(engine, decoder)
+    plan = engine.pass_plans.current
     passes.append({
         "planned_bytes": plan.needed_bytes,
         "arena_bytes": plan.placement.arena_bytes,
         "held_bytes": resident_bytes(),
         "peak_bytes": peak_resident_bytes(),
     })
+    return events
 
 def ask(num_tokens):
     params = SamplingParams(
@@ -65,7 +66,8 @@ def ask(num_tokens):
     return list(answer.token_ids)
 
 def held_between_requests():
-    return llm._loop.look(lambda engine: resident_bytes())
+    llm.stats()  # when what a pass has left is given back
+    return resident_bytes()
 
 llm = LLM(folder, context=longest, cache="off", **options)
 started_bytes = held_between_requests()
@@ -73,7 +75,7 @@ draw = random.Random(0)
 lengths = [longest, 40, *(draw.randrange(32, longest + 1) for _ in range(num_lengths))]
 ids = [ask(num_tokens) for num_tokens in lengths]  # libraries keep something of every length
 rested_bytes = held_between_requests()
-Worker._step = watch
+worker.run_pass = watch
 for _ in range(num_passes):
     ask(draw.choice(lengths))
 ask(longest)
@@ -133,12 +135,12 @@ def test_words_are_the_same_and_no_page_is_held_between_requests(
         expected = [llm.generate([each * 3], params)[0].token_ids for each in prompts]
         logits = llm.logits(prompts[0] * 2)
     with LLM(model, **options) as llm:
-        assert not llm.plan.elastic_tokens
+        assert not llm.plan.max_cache_tokens
         found = [llm.generate([each * 3], params)[0].token_ids for each in prompts]
         assert found == expected and llm.logits(prompts[0] * 2).equal(logits)
         engine = loop_of(llm).look(lambda engine: engine)
-        assert physical_bytes(engine.pass_plans._room._arena) == 0
-        assert kv_cache is True or engine.kv_cache._pages.committed_bytes == 0
+        assert physical_bytes(engine.pass_plans.room.arena) == 0
+        assert kv_cache is True or engine.kv_cache.pages.committed_bytes == 0
 
 
 def test_the_least_budget_holds_a_whole_context(wide: Path) -> None:

@@ -192,7 +192,7 @@ def _counts(engine: Engine) -> dict[str, Any]:
         "num_planned_slots": plan.host.num_slots,
         "kv_cache_bytes": plan.host.kv_cache_bytes,
         "workspace_bytes": plan.host.workspace_bytes,
-        "elastic_tokens": plan.elastic_tokens,
+        "max_cache_tokens": plan.max_cache_tokens,
         "policy_in_force": plan.policy,
     }
 

@@ -2,7 +2,7 @@
 
 Chats that allow for long answers and end early, many at once, and one sequence of the greatest
 length; or documents, which all come at once and use all that they ask for, so that there is nothing
-to lend. Elastic: KV cache and expert slots share the budget. Constant: up to five contexts, first
+to lend. Moving: KV cache and expert slots share the budget. Constant: up to five contexts, first
 what the longest request needs (its plan, whose division stays) and what all that ask at once need
 (what foresight would choose), then all that the budget holds and those between; requests that find
 no room wait. Each side has a process of its own and runs the whole trace, by turns; the ceiling is
@@ -21,14 +21,14 @@ from typing import Any
 from common.arguments import make_parser, run_script
 from common.ceilings import Disk
 from common.cut_models import cut_model, weight_bytes
-from common.elastic_trace import (
+from common.memory import LIMITS, MemoryLimit, choose_limit
+from common.moving_trace import (
     Arrival,
     bidirectional_trace,
     documents_trace,
     mixed_trace,
     most_at_once,
 )
-from common.memory import LIMITS, MemoryLimit, choose_limit
 from common.record import Recorder, Row, say
 from common.worker import LIMIT_SLACK_BYTES, in_process
 
@@ -78,7 +78,7 @@ def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryL
         "policy": options.policy,
         "limit": limit.kind,
     }
-    recorder = Recorder("elastic", settings, options.out)
+    recorder = Recorder("moving_memory", settings, options.out)
     contexts = _contexts(folder, budget_bytes, longest, most_at_once(trace))
     contexts = _spread(contexts, options.constants)
     plan = plan_model(folder, host_memory=budget_bytes, context=longest)
@@ -94,8 +94,8 @@ def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryL
     }
     # As many rows as a pass has there is workspace for: a bidirectional one's are all sequences'.
     at_once = max(longest, most_at_once(trace))
-    elastic_context = at_once if family == BIDIRECTIONAL else longest
-    sides = {"elastic": {**common, "context": elastic_context, "moves": True}}
+    moving_context = at_once if family == BIDIRECTIONAL else longest
+    sides = {"moving": {**common, "context": moving_context, "moves": True}}
     for context in contexts:
         sides[f"constant, {context} tokens"] = {**common, "context": context, "moves": False}
     runs: Runs = {name: [] for name in sides}
@@ -107,24 +107,24 @@ def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryL
 
 
 def _run(side: dict[str, Any], limit: MemoryLimit) -> dict[str, Any]:
-    return in_process("elastic", side, limit, side["budget_bytes"] + LIMIT_SLACK_BYTES)
+    return in_process("moving_memory", side, limit, side["budget_bytes"] + LIMIT_SLACK_BYTES)
 
 
 def _conclude(recorder: Recorder, runs: Runs) -> Row:
-    """Elastic over the best constant division, and over today's; medians over the turns."""
+    """Record the speed with pages that move over the constant divisions; medians over the turns."""
     verdict: dict[str, object] = {}
-    constant = [name for name in runs if name != "elastic"]
+    constant = [name for name in runs if name != "moving"]
     for what in ("tokens_per_s", "ideal_tokens_per_s"):
         speed = {name: _median(runs[name], what) for name in runs}
         best = max(constant, key=speed.__getitem__)
         verdict |= {
-            f"{what}_over_best": speed["elastic"] / speed[best],
-            f"{what}_over_today": speed["elastic"] / speed[constant[0]],
+            f"{what}_over_best": speed["moving"] / speed[best],
+            f"{what}_over_today": speed["moving"] / speed[constant[0]],
             f"best_by_{what}": best,
         }
     every = [run for side in runs.values() for run in side]
     return recorder.write(
-        "elastic over constant",
+        "moving over constant",
         {
             **verdict,
             "max_running": {name: _median(side, "max_running") for name, side in runs.items()},

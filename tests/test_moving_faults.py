@@ -16,12 +16,12 @@ from gguf_files import write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import loop_of
-from test_elastic_arena import physical_bytes
-from test_elastic_memory import CONTEXT, PROMPTS, answers, budget, elastic_of
-from test_elastic_memory import model as model  # a fixture
-from test_elastic_memory import watched as watched  # a fixture
-from test_elastic_memory import words as words  # a fixture
 from test_gguf_models import choosing
+from test_moving_memory import CONTEXT, PROMPTS, answers, budget, moving_of
+from test_moving_memory import model as model  # a fixture
+from test_moving_memory import watched as watched  # a fixture
+from test_moving_memory import words as words  # a fixture
+from test_paged_arena import physical_bytes
 from whole import passes_that_wait
 
 from lowtide import LLM, DiffusionParams, SamplingParams
@@ -70,12 +70,12 @@ def llm(model: Path) -> Iterator[LLM]:
 
 def check_returned(llm: LLM) -> None:
     """Nobody runs: the cache has no memory, and the kernel counts as the budget does."""
-    elastic = elastic_of(llm)
-    shared = elastic._shared
-    [(arena, _)] = shared.kv._arenas
+    moving = moving_of(llm)
+    shared = moving.shared
+    [(arena, _)] = shared.kv.arenas
     assert shared.kv.committed_bytes == physical_bytes(arena) == 0
     assert physical_bytes(shared.arena) == shared.budget.shares()["expert slots"]
-    elastic._slots.ledger.check_integrity()
+    moving.shared.slots.ledger.check_integrity()
 
 
 def outcomes(llm: LLM, prompts: Sequence[list[int]]) -> list[list[int] | PageError]:
@@ -103,7 +103,7 @@ def test_what_is_cancelled_while_memory_moves_gives_it_back(
             assert other.result() == words[:3]
     assert answers(llm) == words
     check_returned(llm)
-    assert elastic_of(llm)._moving.num_given > 0
+    assert llm.stats()["num_slots_given"] > 0
 
 
 # Of the calls that follow, so many are answered and so many refused; who then asks, and whether
@@ -160,7 +160,7 @@ def test_who_is_refused_in_the_midst_of_growing_leaves_room_for_the_next(
     with passes_that_wait(llm):
         next(events)  # it begins
         next(events)
-        shared = elastic_of(llm)._shared
+        shared = moving_of(llm).shared
         assert shared.kv is not None and shared.kv.committed_bytes > 0
         system.refuse(0, 1 << 30)
     with pytest.raises(PageError, match="refuses"):
@@ -241,7 +241,7 @@ def test_passes_that_are_cancelled_or_refused_leave_the_others_their_words(
         alone, together = [words(llm, [prompt]) for prompt in prompts], words(llm, prompts)
     with LLM(folder, policy="lru", cache="off", host_memory=memory, **options) as llm:
         system, num_refused = System(monkeypatch), 0
-        room = elastic_of(llm)._shared.room
+        room = moving_of(llm).shared.room
         for num_passed in (0, 4):
             with closing(llm.stream(prompts[1], params)) as left:
                 next(left)
@@ -254,7 +254,7 @@ def test_passes_that_are_cancelled_or_refused_leave_the_others_their_words(
                     num_refused += 1
             system.refuse(0, 0)
             assert words(llm, prompts) == together
-        shared = elastic_of(llm)._shared
+        shared = moving_of(llm).shared
     assert num_refused > 0
     assert shared.budget.num_free_bytes == shared.budget.num_bytes
     assert physical_bytes(shared.arena) == 0

@@ -16,10 +16,10 @@ from torch import Tensor
 from lowtide.core import align_up
 from lowtide.errors import InternalError
 from lowtide.experts.slots import SlotLedger
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 
 
-class ElasticSlots:
+class PagedSlots:
     """Live slots of a tier, with memory for exactly those.
 
     Does not choose which experts are evicted: its caller frees slots before it shrinks. Used
@@ -27,7 +27,7 @@ class ElasticSlots:
     """
 
     def __init__(
-        self, arena: ElasticArena, slot_bytes: int, ledger: SlotLedger, num_live: int
+        self, arena: PagedArena, slot_bytes: int, ledger: SlotLedger, num_live: int
     ) -> None:
         """Allocate memory for `num_live` slots.
 

@@ -1,7 +1,7 @@
 """Ways in which a tier's budget may be divided while it is in use.
 
 A plan has room for a whole context and a number of slots. Memory that the KV cache and the
-workspace do not use can hold more experts (`running/elastic.py`).
+workspace do not use can hold more experts (`running/moving_memory.py`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Division(NamedTuple):
         return cls(budget_bytes, slot_group_bytes, num_slots, kv, workspace_bytes, states)
 
 
-def elastic_tokens(planner: Planner, plan: MemoryPlan) -> int:
-    """Return `MemoryPlan.elastic_tokens`; 0 on a GPU, or if every expert has a slot."""
+def max_cache_tokens(planner: Planner, plan: MemoryPlan) -> int:
+    """Return `MemoryPlan.max_cache_tokens`; 0 on a GPU, or if every expert has a slot."""
     if plan.everything_fits or plan.device == "cuda":
         return 0
     kv = Division.of(planner, plan).kv

@@ -15,16 +15,16 @@ import torch
 
 from lowtide.core import MoEShape
 from lowtide.engine.opening.facts import ContextFacts
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division, group_bytes
+from lowtide.engine.planning.budget_division import SMALL_GROUP_BYTES, Division, group_bytes
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.engine.running.moving_slots import FreeMemory, MovingSlots
 from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import InternalError, PageError
-from lowtide.experts.elastic_slots import ElasticSlots
+from lowtide.experts.paged_slots import PagedSlots
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
 from lowtide.hardware.memory import available_memory_bytes
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kv_cache import KVCache, cache_over
 from lowtide.memory.kv_pages import KVLayout, KVPages, KVShape
@@ -82,9 +82,9 @@ class SharedMemory:
             )
             self.room.gives_way()
         self.cache: KVCache  # from `make_cache` on
-        self.slots: ElasticSlots  # from `open_slots` on
+        self.slots: PagedSlots  # from `open_slots` on
         self.slots_account = self.budget.open("expert slots")
-        self.arena = ElasticArena(
+        self.arena = PagedArena(
             HostPages(self.num_slots * self.tier.slot_bytes, division.slot_group_bytes),
             self.slots_account,
             free_bytes=available_memory_bytes,
@@ -118,14 +118,14 @@ class SharedMemory:
             self.room.close()
         self.arena.close()
 
-    def open_slots(self, shape: MoEShape) -> ElasticSlots:
+    def open_slots(self, shape: MoEShape) -> PagedSlots:
         """Make the most slots that there can be, with memory for the planned ones."""
         ledger = SlotLedger(shape.num_layers, shape.num_experts, self.num_slots)
-        self.slots = ElasticSlots(self.arena, self.tier.slot_bytes, ledger, self.tier.num_slots)
+        self.slots = PagedSlots(self.arena, self.tier.slot_bytes, ledger, self.tier.num_slots)
         return self.slots
 
 
-class ElasticMemory:
+class MovingMemory:
     """Moves memory between sequences, their passes, and the expert slots.
 
     Used on the engine's thread, between passes or at the beginning of one.
@@ -133,7 +133,7 @@ class ElasticMemory:
 
     def __init__(self, shared: SharedMemory, experts: ExpertRuntime, plan: MemoryPlan) -> None:
         """experts: their fast tier uses the slots of `shared`."""
-        self._shared = shared
+        self.shared = shared
         self._slots = shared.slots
         self._experts = experts
         tier = experts.device or experts.host
@@ -153,11 +153,11 @@ class ElasticMemory:
 
     def close(self) -> None:
         """Free all memory at once, even if tensors over it remain."""
-        self._shared.close()
+        self.shared.close()
 
     def as_dict(self) -> dict[str, float]:
         """Return counters since loading, and the present number of slots."""
-        kept = {} if self._shared.kept is None else self._shared.kept.as_dict()
+        kept = {} if self.shared.kept is None else self.shared.kept.as_dict()
         return {
             **kept,
             "num_slots": self._slots.num_live,
@@ -172,7 +172,7 @@ class ElasticMemory:
         May be called on any thread.
         """
         names = {"KV cache": "kv_cache", "expert slots": "slots"}
-        shares = self._shared.budget.shares()
+        shares = self.shared.budget.shares()
         return {names.get(owner, owner): num_bytes for owner, num_bytes in shares.items()}
 
     def note_pass(self, num_prompt_rows: int, prompt_s: float) -> None:
@@ -180,21 +180,21 @@ class ElasticMemory:
 
         They are the price of computing dropped keys again, weighed against slots.
         """
-        if (kept := self._shared.kept) is None:
+        if (kept := self.shared.kept) is None:
             return
         experts = self._experts
         kept.note_pass(
             num_prompt_rows, prompt_s, experts.stats.num_misses, experts.host.stats.wait_s
         )
         if kept.num_passes % _LOOK_PASSES == 0:
-            self._shared.cache.apply_rule()
+            self.shared.cache.apply_rule()
 
     def settle(self) -> None:
         """Adjust after a pass: lend memory to slots that sequences will not need soon."""
         self.follow_free_memory()
-        if self._shared.room is not None:
-            self._shared.room.trim()
-        others_bytes = self._shared.others_bytes
+        if self.shared.room is not None:
+            self.shared.room.trim()
+        others_bytes = self.shared.others_bytes
         growth_bytes = max(0, others_bytes - self._others_bytes)
         self._others_bytes = others_bytes
         self._growth_bytes += _NEWEST * (growth_bytes - self._growth_bytes)
@@ -219,19 +219,19 @@ class ElasticMemory:
 
         Raises PageError if the system has less memory than the budget.
         """
-        self._moving.grow(self._shared.tier.num_slots)
+        self._moving.grow(self.shared.tier.num_slots)
 
     def _num_worth_having(self) -> int:
         """Return the number of slots that would pay now."""
-        slots, free_bytes = self._slots, self._shared.budget.num_free_bytes
-        num_new = free_bytes // self._shared.tier.slot_bytes
-        if not num_new or slots.num_live == self._shared.num_slots:
+        slots, free_bytes = self._slots, self.shared.budget.num_free_bytes
+        num_new = free_bytes // self.shared.tier.slot_bytes
+        if not num_new or slots.num_live == self.shared.num_slots:
             return slots.num_live
         lent_bytes = worth_lending(free_bytes, self._growth_bytes, self._absent_use(num_new))
         return slots.num_within(slots.num_bytes(slots.num_live) + lent_bytes)
 
     def _slot_use(self, num_bytes: int) -> float:
-        shared, slot_bytes = self._shared, self._shared.tier.slot_bytes
+        shared, slot_bytes = self.shared, self.shared.tier.slot_bytes
         if self._free.is_short or self._patient_steps_left:  # no slot can be made now
             return 0.0
         if self._slots.num_live == shared.num_slots or shared.budget.num_free_bytes >= slot_bytes:
@@ -255,14 +255,14 @@ def kv_pages(
     """Reserve addresses of a KV cache, of windows and states, with memory from the budget."""
     account = budget.open("KV cache")
 
-    def arena(layout: KVLayout) -> ElasticArena:
+    def arena(layout: KVLayout) -> PagedArena:
         pages = HostPages(layout.address_bytes(SMALL_GROUP_BYTES), SMALL_GROUP_BYTES)
-        return ElasticArena(pages, account, layout.num_parts, available_memory_bytes)
+        return PagedArena(pages, account, layout.num_parts, available_memory_bytes)
 
     of_states = None
     if states is not None:
         pages = HostPages(states.num_bytes, group_bytes(states.num_bytes))
-        of_states = ElasticArena(pages, account, 1, available_memory_bytes)
+        of_states = PagedArena(pages, account, 1, available_memory_bytes)
     of_windows = [KVPages((arena(layout), layout)) for layout in windows]
     groups = ((arena(layout), layout) for layout in layouts)
     return KVPages(*groups, states=of_states, windows=of_windows)

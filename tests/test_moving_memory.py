@@ -16,14 +16,15 @@ import pytest
 from family_models import write_model
 from inside import loop_of
 from stranger_parts import devices as stranger
-from test_elastic_arena import physical_bytes
+from test_paged_arena import physical_bytes
+from whole import passes_watched
 
 from lowtide import LLM, SamplingParams
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Event
 from lowtide.devices.kind import KINDS, DeviceKind, DeviceRequest, OpenDevice, register_device
-from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.moving_memory import MovingMemory
 from lowtide.errors import DeviceError, PageError, PlanError
 from lowtide.llm import plan_model
 from lowtide.plan import MemoryPlan
@@ -36,7 +37,7 @@ PROMPTS = [[(7 * i + n) % 90 for i in range(n)] for n in (9, 300, 40, 700)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("elastic") / "model"
+    folder = tmp_path_factory.mktemp("moving") / "model"
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     experts = {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "decoder_sparse_step": 1}
@@ -59,39 +60,48 @@ def budget(plan: MemoryPlan, num_residents: int) -> int:
     return plan.minimum_bytes + num_residents * plan.host.slot_bytes
 
 
-def elastic_of(llm: LLM) -> ElasticMemory:
-    def look(engine: Engine) -> ElasticMemory:
-        assert engine.elastic is not None
-        return engine.elastic
+def moving_of(llm: LLM) -> MovingMemory:
+    def look(engine: Engine) -> MovingMemory:
+        assert engine.moving is not None
+        return engine.moving
 
     return loop_of(llm).look(look)
 
 
+def take_slots(llm: LLM) -> None:
+    """As another part of the model that wants more memory than there is."""
+    budget = moving_of(llm).shared.budget
+    loop_of(llm).run(lambda _: budget.ask(1 << 40))
+
+
+def check_slots_moved(llm: LLM) -> None:
+    stats = llm.stats()
+    assert stats["num_slots_lent"] > 0 and stats["num_slots_given"] > 0
+
+
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
+def watched() -> Iterator[list[dict[str, int]]]:
     """Record the memory of each part after every pass; together they must not exceed the budget."""
     shares: list[dict[str, int]] = []
-    settle = ElasticMemory.settle
 
-    def watch(self: ElasticMemory) -> None:
-        settle(self)
-        pages, shared = self._shared.budget, self._shared
+    def note(engine: Engine) -> None:
+        if engine.moving is None:
+            return
+        shared, num_staging = engine.moving.shared, engine.plan.num_staging
+        pages, experts = shared.budget, engine.experts
         shares.append(pages.shares())
         assert pages.num_free_bytes >= 0
         assert shared.kv.committed_bytes == shares[-1]["KV cache"]
         assert shared.arena.committed_bytes == shares[-1]["expert slots"]
-        ledger = self._slots.ledger
-        if self._experts.device is None:
+        slots, ledger = shared.slots, shared.slots.ledger
+        if experts.device is None:
             ledger.check_integrity()
-            assert ledger.num_resident + self._moving.num_staging <= self._slots.num_live
-        assert ledger.num_resident <= self._slots.num_live
-        assert (
-            self._experts.capacity.per_layer.sum() + self._moving.num_staging
-            <= self._slots.num_live
-        )
+            assert ledger.num_resident + num_staging <= slots.num_live
+        assert ledger.num_resident <= slots.num_live
+        assert experts.capacity.per_layer.sum() + num_staging <= slots.num_live
 
-    monkeypatch.setattr(ElasticMemory, "settle", watch)
-    yield shares
+    with passes_watched(note):
+        yield shares
 
 
 def num_running_at_most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -124,11 +134,11 @@ def test_slots_make_room_for_more_sequences_than_were_planned(
         plan, stats = llm.plan, llm.stats()
         with pytest.raises(PlanError, match="the context is 512"):
             answers(llm, [[1] * 501])
-    assert 1 < plan.elastic_tokens // context <= max(counts) < len(prompts)
-    assert plan.elastic_tokens >= 3 * context
+    assert 1 < plan.max_cache_tokens // context <= max(counts) < len(prompts)
+    assert plan.max_cache_tokens >= 3 * context
     token_bytes = plan.host.kv_cache_bytes // context
     slots_bytes = 20 * plan.host.slot_bytes
-    assert abs(plan.elastic_tokens - context - slots_bytes // token_bytes) <= 32
+    assert abs(plan.max_cache_tokens - context - slots_bytes // token_bytes) <= 32
     assert max(shares["KV cache"] for shares in watched) > 2 * plan.host.kv_cache_bytes
     assert stats["num_slots_given"] >= 20
 
@@ -143,16 +153,16 @@ def test_memory_goes_to_a_system_that_runs_short_of_it_and_comes_back(
     monkeypatch.setattr(
         "lowtide.engine.running.moving_slots.available_memory_bytes", lambda: free_bytes
     )
-    monkeypatch.setattr("lowtide.engine.running.moving_slots._LOOK_S", 0.0)
+    monkeypatch.setattr("lowtide.engine.running.moving_slots.LOOK_S", 0.0)
     with LLM(model, policy="lru", **options) as llm:
         assert answers(llm) == words
         held = llm.stats()["num_slots"]
         free_bytes = 100 << 20
         assert answers(llm) == words
         assert llm.stats()["num_slots"] == llm.plan.num_staging
-        shares = elastic_of(llm)._shared.budget.shares()
+        shares = moving_of(llm).shared.budget.shares()
         loop_of(llm).look(Engine.release_memory)
-        assert shares["KV cache"] >= elastic_of(llm)._shared.budget.shares()["KV cache"] == 0
+        assert shares["KV cache"] >= moving_of(llm).shared.budget.shares()["KV cache"] == 0
         free_bytes = 1 << 40
         assert answers(llm) == words
         assert llm.stats()["num_slots"] > llm.plan.num_staging and held > llm.plan.num_staging
@@ -166,15 +176,14 @@ def test_a_devices_slots_make_room_for_its_cache(
     plan = plan_model(model, **emulated)
     gpu_memory = plan.minimum_bytes + 20 * plan.gpu.slot_bytes
     with LLM(model, cache="off", gpu_memory=gpu_memory, **emulated) as llm:
-        assert llm.plan.elastic_tokens > 1024
+        assert llm.plan.max_cache_tokens > 1024
         for _ in range(2):
             assert answers(llm) == words
         assert [answers(llm, [prompt])[0] for prompt in PROMPTS] == words
-        elastic = elastic_of(llm)
-        elastic._moving.give_way(1 << 40)
+        take_slots(llm)
         assert llm.stats()["num_slots"] == llm.plan.num_staging
         assert answers(llm, PROMPTS[1:2]) == words[1:2]
-        assert elastic._moving.num_taken > 0 and elastic._moving.num_given > 0
+        check_slots_moved(llm)
     assert max(shares["KV cache"] for shares in watched) > 4 * min(
         shares["KV cache"] for shares in watched
     )
@@ -243,8 +252,7 @@ def test_beside_a_device_every_other_preset_keeps_the_words(
                 llm.adopt_policy(policy)
                 assert answers(llm) == words, policy
                 assert answers(llm, PROMPTS[:1]) == words[:1], policy
-        elastic = elastic_of(llm)
-        assert elastic._moving.num_taken > 0 and elastic._moving.num_given > 0
+        check_slots_moved(llm)
     cache = [shares["KV cache"] for shares in watched]
     assert max(cache) > 4 * min(cache)
 
@@ -255,15 +263,15 @@ def test_a_policy_that_begins_again_has_the_planned_slots(
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
     with LLM(model, policy="lru", cache="off", **options) as llm:
-        elastic = elastic_of(llm)
+        moving = moving_of(llm)
         expected = answers(llm, PROMPTS[:1])
-        elastic._moving.give_way(1 << 40)
-        assert llm.stats()["num_slots"] == elastic._moving.num_staging < llm.plan.host.num_slots
+        take_slots(llm)
+        assert llm.stats()["num_slots"] == llm.plan.num_staging < llm.plan.host.num_slots
         llm.adopt_policy("static")
         assert llm.stats()["num_slots"] == llm.plan.host.num_slots
         assert answers(llm, PROMPTS[:1]) == expected
-        elastic._moving.give_way(1 << 40)
-        monkeypatch.setattr(elastic._shared.arena, "_free_bytes", lambda: 0)
+        take_slots(llm)
+        monkeypatch.setattr(moving.shared.arena, "free_bytes", lambda: 0)
         with pytest.raises(PageError, match="expert slots wants"):
             llm.adopt_policy("lru")
         assert answers(llm, PROMPTS[:1]) == expected
@@ -278,7 +286,7 @@ def test_at_the_least_budget_the_cache_lends_what_it_does_not_use(
     for lends in (False, True):
         with pytest.MonkeyPatch.context() as patch, LLM(model, policy="lru", **options) as llm:
             if not lends:
-                patch.setattr(ElasticMemory, "settle", lambda memory: None)
+                patch.setattr(MovingMemory, "settle", lambda memory: None)
             assert [answers(llm, [prompt])[0] for prompt in PROMPTS[:3]] == words[:3]
             misses.append(llm.stats()["num_misses"])
     assert misses[1] < misses[0] / 2
@@ -294,9 +302,9 @@ def test_logits_of_a_whole_context_find_their_memory(
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
     with LLM(model, policy="lru", cache="off", **options) as llm:
         answers(llm, PROMPTS[:1])
-        assert elastic_of(llm)._moving.num_taken > 0
+        assert llm.stats()["num_slots_lent"] > 0
         assert bool((llm.logits(tokens) == expected).all())
-        assert elastic_of(llm)._moving.num_given > 0
+        assert llm.stats()["num_slots_given"] > 0
 
 
 def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
@@ -308,11 +316,11 @@ def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
         context=CONTEXT,
         host_memory=budget(plan, 12),
     )
-    shared = elastic_of(llm)._shared
+    shared = moving_of(llm).shared
     answers(llm)
     assert physical_bytes(shared.arena) == shared.arena.committed_bytes > 0
     llm.close()
-    [(arena, _)] = shared.kv._arenas
+    [(arena, _)] = shared.kv.arenas
     assert physical_bytes(shared.arena) == physical_bytes(arena) == 0
     assert shared.budget.num_free_bytes == shared.budget.num_bytes
     llm.close()
@@ -320,7 +328,7 @@ def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
 
 def test_where_everything_fits_nothing_is_lent(model: Path) -> None:
     with LLM(model, context=CONTEXT, cache="off") as llm:
-        assert loop_of(llm).look(lambda engine: engine.elastic) is None
+        assert loop_of(llm).look(lambda engine: engine.moving) is None
 
 
 def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(
@@ -331,18 +339,18 @@ def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 20)}
     with LLM(model, policy="lru", cache="off", **options) as llm:
         assert answers(llm, PROMPTS[:1]) == words[:1]
-        elastic = elastic_of(llm)
-        [(kv, _)], slots = elastic._shared.kv._arenas, elastic._shared.arena
+        moving = moving_of(llm)
+        [(kv, _)], slots = moving.shared.kv.arenas, moving.shared.arena
 
         def held_bytes() -> int:
             return kv.committed_bytes + slots.committed_bytes
 
         limit_bytes = held_bytes()
         for arena in (kv, slots):
-            monkeypatch.setattr(arena, "_free_bytes", lambda: max(0, limit_bytes - held_bytes()))
-        num_given = elastic._moving.num_given
+            monkeypatch.setattr(arena, "free_bytes", lambda: max(0, limit_bytes - held_bytes()))
+        num_given = llm.stats()["num_slots_given"]
         assert answers(llm, PROMPTS[:2]) == words[:2]
-        assert elastic._moving.num_given > num_given
+        assert llm.stats()["num_slots_given"] > num_given
         limit_bytes = 0
         with pytest.raises(PageError, match="KV cache wants"):
             answers(llm, PROMPTS[3:])

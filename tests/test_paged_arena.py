@@ -18,7 +18,7 @@ from programs import python
 
 from lowtide.errors import InternalError, PageError, PlanError, UnsupportedError
 from lowtide.hardware.memory import resident_bytes
-from lowtide.memory.arena import HUGE_PAGE_BYTES, ElasticArena
+from lowtide.memory.arena import HUGE_PAGE_BYTES, PagedArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget
 
@@ -31,14 +31,14 @@ def make_arena(
     group_bytes: int = HUGE_PAGE_BYTES,
     budget_bytes: int | None = None,
     free_bytes: Callable[[], int] | None = None,
-) -> ElasticArena:
+) -> PagedArena:
     num_bytes = num_groups * group_bytes
     budget = PageBudget(num_bytes if budget_bytes is None else budget_bytes)
     pages = HostPages(num_bytes, group_bytes)
-    return ElasticArena(pages, budget.open("slots"), free_bytes=free_bytes)
+    return PagedArena(pages, budget.open("slots"), free_bytes=free_bytes)
 
 
-def physical_pages(arena: ElasticArena) -> np.ndarray:
+def physical_pages(arena: PagedArena) -> np.ndarray:
     """Mark the pages of an arena that have memory behind them, by the kernel's page table."""
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         file.seek(arena.bytes.data_ptr() // PAGE * 8)
@@ -46,7 +46,7 @@ def physical_pages(arena: ElasticArena) -> np.ndarray:
     return entries >> np.uint64(63) == 1
 
 
-def physical_bytes(arena: ElasticArena) -> int:
+def physical_bytes(arena: PagedArena) -> int:
     return int(physical_pages(arena).sum()) * PAGE
 
 
@@ -98,7 +98,7 @@ def test_the_kernel_counts_what_the_arena_and_the_budget_count(
 ) -> None:
     budget = PageBudget(num_affordable * PAGE)
     pages = HostPages(num_parts * 10 * PAGE, PAGE)
-    arena = ElasticArena(pages, budget.open("cache"), num_parts)
+    arena = PagedArena(pages, budget.open("cache"), num_parts)
     expected: set[int] = set()
     for is_commit, *ends in changes:
         a, b = sorted(ends)
@@ -145,7 +145,7 @@ class RefusingPages(HostPages):
 
 def test_a_commit_is_whole_or_nothing() -> None:
     budget = PageBudget(8 * PAGE)
-    arena = ElasticArena(RefusingPages(9 * PAGE, PAGE), budget.open("cache"), num_parts=3)
+    arena = PagedArena(RefusingPages(9 * PAGE, PAGE), budget.open("cache"), num_parts=3)
     with pytest.raises(PageError, match="refuses"):
         arena.commit(0, 2 * PAGE)
     assert physical_bytes(arena) == arena.committed_bytes == 0
@@ -156,9 +156,9 @@ def test_a_commit_is_whole_or_nothing() -> None:
 
 def test_when_the_system_refuses_others_give_way_and_it_is_asked_once_more() -> None:
     budget = PageBudget(16 * PAGE)
-    slots = ElasticArena(HostPages(8 * PAGE, PAGE), budget.open("expert slots"))
+    slots = PagedArena(HostPages(8 * PAGE, PAGE), budget.open("expert slots"))
     account = budget.open("KV cache")
-    cache = ElasticArena(
+    cache = PagedArena(
         HostPages(8 * PAGE, PAGE), account, free_bytes=lambda: 4 * PAGE - slots.committed_bytes
     )
     slots.commit(0, 3 * PAGE)
@@ -252,7 +252,7 @@ def test_an_address_limit_is_a_refusal_not_the_end(tmp_path: Path) -> None:
     code = """
 import resource
 from lowtide.errors import PageError, PlanError
-from lowtide.memory.arena import ElasticArena
+from lowtide.memory.arena import PagedArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget
 
@@ -262,7 +262,7 @@ try:
     HostPages(128 << 20)
 except PlanError as error:
     print(error)
-arena = ElasticArena(HostPages(32 << 20), PageBudget(16 << 20).open("slots"))
+arena = PagedArena(HostPages(32 << 20), PageBudget(16 << 20).open("slots"))
 arena.commit(0, 16 << 20)
 try:
     arena.commit(16 << 20, 18 << 20)
