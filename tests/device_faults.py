@@ -12,7 +12,7 @@ from inside import engine_of
 
 from lowtide import LLM
 from lowtide.devices.kind import KINDS, DeviceRequest, OpenDevice
-from lowtide.errors import StorageError
+from lowtide.errors import DeviceError, StorageError
 from lowtide.threads.executor import Work
 
 
@@ -40,17 +40,23 @@ def failing_copies(llm: LLM) -> Iterator[None]:
         yield
 
 
+class Failed:
+    """An event of work that has failed."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self, limit_s: float = 0.0) -> None:
+        raise DeviceError("on purpose")
+
+
 @contextmanager
 def failing_runs(llm: LLM) -> Iterator[None]:
-    """Every run on the device fails: it is told slots that it does not have."""
+    """Every run on the device fails: it waits for what has failed."""
     device = engine_of(llm).experts.device.device
     run = device.run
-
-    def run_beyond(group, *given):
-        return run(group._replace(slots=group.slots + device.num_slots), *given)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "run", run_beyond)
+        patch.setattr(device, "run", lambda *given: run(*given[:3], Failed()))
         yield
 
 

@@ -189,7 +189,7 @@ def test_an_answer_is_given_up_for_another_one_alone(monkeypatch: pytest.MonkeyP
         def isatty(self) -> bool:
             return True
 
-    for name in ("generate", "token_ids", "max_new_tokens", "stats"):
+    for name in ("generate", "token_ids", "max_new_tokens"):
         talk.err.truncate(0)
         talk.err.seek(0)
         with monkeypatch.context() as patch:

@@ -276,7 +276,7 @@ def test_a_failing_copy(diffusion: Case, policy: str) -> None:
 def test_a_failing_expert(diffusion: Case, policy: str) -> None:
     with host_work_spoiled() as host, diffusion.open(policy, 0.3) as llm:
         host.before = refuse
-        with failing_runs(llm), pytest.raises((Broken, DeviceError)):
+        with failing_runs(llm), pytest.raises((Broken, DeviceError), match="on purpose"):
             diffusion.answer(llm)
         host.before = None
         diffusion.check(llm)
