@@ -229,7 +229,7 @@ def test_a_type_that_nobody_asked_for_is_loaded_or_an_error(
     def fail(*_: object) -> None:
         raise UnsupportedError("The compiler has gone.")
 
-    monkeypatch.setattr(library, "load_parts", fail)
+    monkeypatch.setattr("lowtide.kernels.cpu.packed.load_parts", fail)
     monkeypatch.setattr(library, "loaded", {"core": load_kernels()})
     again = PackedOperators(load_kernels(), rounds_rows=rounds_rows)
     with pytest.raises(UnsupportedError, match="has gone"):
