@@ -243,12 +243,10 @@ def test_an_answer_that_is_read_slowly_goes_on() -> None:
         checks.append(partial(check, *arguments))
         return SimpleNamespace(cancel=checks.clear)
 
-    async def app(*_: Any) -> None: ...
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
     loop: Any = SimpleNamespace(call_later=call_later, time=lambda: 0.0)
-    config = Config(
-        app, http=Connection, ws="none", lifespan="off", interface="asgi3", log_config=None
-    )
+    config = Config(app, http=Connection, ws="none", lifespan="off", log_config=None)
     slow = Connection(config, ServerState(), {}, loop)
     transport: Any = SimpleNamespace(
         get_write_buffer_size=lambda: sizes[0],
