@@ -42,9 +42,9 @@ gc.disable()
 def pytest_collection_finish() -> None:
     from lowtide.hardware import core_speed
 
-    # Measured at each opening to steer decisions: shorter, it steers as well, for no test asks
-    # how true it is.
-    core_speed.MEASURE_S = 0.01
+    # Measured at each opening to steer decisions: shorter and over less memory, it steers as well,
+    # for no test asks how true it is.
+    core_speed.MEASURE_S, core_speed.COLD_BYTES = 0.01, 1 << 20
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -19,7 +19,9 @@ from lowtide.threads.executor import process_threads_kept, set_cores_per_product
 MEASURE_S = 0.15
 """Seconds of measured rounds."""
 
-_COLD_BYTES = 32 << 20  # weights of the measurement: far more than a core's own caches
+COLD_BYTES = 32 << 20
+"""Weights of the measurement: far more than a core's own caches."""
+
 _MIN_ROUNDS = 3
 _MAX_TOKENS = 512  # rows of the largest pass
 
@@ -38,7 +40,7 @@ def measure_device_s(
     largest = layout.largest
     formats_of = largest.largest_formats
     block_size = max(each.block_size for each in formats_of)
-    width = min(shape.expert_size, _COLD_BYTES // 2 * shape.expert_size // largest.num_bytes)
+    width = min(shape.expert_size, COLD_BYTES // 2 * shape.expert_size // largest.num_bytes)
     width = max(block_size, width - width % block_size)
     kept = () if largest.is_plain else formats_of
     one_layer = shape._replace(expert_size=width, num_layers=1)
@@ -64,7 +66,7 @@ class _ColdExperts:
         """layout: of one layer."""
         self._kernels, self._dtype = kernels, layout.dtype
         self._width, self._hidden = layout.largest.parts[0].shape
-        num_experts = max(2, math.ceil(_COLD_BYTES / layout.num_bytes))
+        num_experts = max(2, math.ceil(COLD_BYTES / layout.num_bytes))
         arena = Arena(num_experts * layout.num_bytes)
         arena.bytes.view(layout.dtype).fill_(0.01)
         self._slots = ExpertSlots(arena, layout)
