@@ -104,7 +104,7 @@ def checked_choice(
 
     left_out: tools that the provider would run itself. Raises Refusal if no tool fits the choice.
     """
-    if names_tool and choice in _MODES:
+    if names_tool and choice in _MODES and choice in tools:
         raise Refusal(
             f"A tool named {choice!r} cannot be chosen by its name, since tool_choice means "
             "something else by it: rename the tool.",
