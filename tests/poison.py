@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -26,6 +23,7 @@ class PoisonedWorkspace(Workspace):
     def __init__(
         self, buffer: Tensor, plan: ArenaPlaces = UNPLANNED, plans: PassPlans | None = None
     ) -> None:
+        self._state: State | None = None
         super().__init__(buffer, plan, plans)
         self.touched_bytes = 0
         self._poison_all()
@@ -41,26 +39,21 @@ class PoisonedWorkspace(Workspace):
         self.touched_bytes = max(self.touched_bytes, place.start + view.nbytes)
         return view
 
-    def give_back(self, *buffers: Tensor) -> None:
-        before = self.state
-        super().give_back(*buffers)
-        self._poison(before)
+    @property
+    def state(self) -> State:
+        assert self._state is not None
+        return self._state
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        mark = self.state
-        try:
-            yield
-        finally:
-            self.reset(mark)
+    @state.setter
+    def state(self, state: State) -> None:
+        before, self._state = self._state, state
+        if before is not None:
+            self._poison(before)
 
     def reset(self, mark: State | None = None) -> None:
-        before = self.state
         super().reset(mark)
         if mark is None:
             self._poison_all()
-        else:
-            self._poison(before)
 
     def _poison_all(self) -> None:
         self._buffer[: self._num_usable].fill_(POISON)

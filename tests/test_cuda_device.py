@@ -269,7 +269,7 @@ def test_a_ring_is_not_written_before_its_last_use_has_ended() -> None:
     rows = []
     for _ in range(2):
         rows.append(ring.take().tensor.data_ptr())
-        ring.used(streams.current)
+        ring.used(CudaEvent(streams.current.record_event()))
     assert len(set(rows)) == 2
     streams.current.recorded[0].failure = RuntimeError("seen")
     with pytest.raises(DeviceError, match="seen"):

@@ -406,13 +406,17 @@ def test_the_host_waits_once_per_layer_and_never_for_resident_ones(
         return wait(self, *arguments)
 
     monkeypatch.setattr(cuda.CudaDevice, "to_host", counted)
-    monkeypatch.setattr(cuda.ReferenceExperts, "run", lambda *_: None)  # asks for the counts
+    monkeypatch.setattr(cuda.ReferenceExperts, "run", no_products)  # they ask for the counts
     with late_cuda(monkeypatch) as gpu, small_case.open(share, "tide", kernels="reference") as llm:
         before = gpu.num_waits
         llm.logits(PROMPT[:8])
         assert gpu.num_waits - before == 1  # for the logits
         num_layers = len(llm.plan.residents_per_layer)
         assert num_waits == (0 if share == 1 else num_layers)
+
+
+def no_products(*arguments: Any) -> cuda.CudaEvent:
+    return cuda.CudaEvent(arguments[-1].record_event())
 
 
 @pytest.fixture
@@ -436,7 +440,7 @@ def test_a_substitution_says_the_same_and_waits_no_more(
 ) -> None:
     with late_cuda(monkeypatch, haste=0.2), small_case.open(0.5, toy) as llm:
         small_case.check(llm)
-    monkeypatch.setattr(cuda.ReferenceExperts, "run", lambda *_: None)  # asks for the counts
+    monkeypatch.setattr(cuda.ReferenceExperts, "run", no_products)  # they ask for the counts
     with late_cuda(monkeypatch) as gpu, small_case.open(0.5, toy, kernels="reference") as llm:
         before = gpu.num_waits
         llm.logits(PROMPT[:8])
@@ -463,7 +467,7 @@ def test_a_pass_sends_nothing_back_but_what_it_decides(
         wait(self, *arguments)
 
     monkeypatch.setattr(cuda.CudaEvent, "wait", counted)
-    monkeypatch.setattr(cuda.ReferenceExperts, "run", lambda *_: None)  # asks for the counts
+    monkeypatch.setattr(cuda.ReferenceExperts, "run", no_products)  # they ask for the counts
     with late_cuda(monkeypatch) as gpu, case.open(1.0, "tide", kernels="reference") as llm:
         num_waits = gpu.num_waits = gpu.num_bytes_to_host = 0
         llm.generate([PROMPT] * 3, case.params)

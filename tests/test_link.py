@@ -829,7 +829,7 @@ def test_a_move_that_arrives_for_a_step_may_leave_in_the_same(
     _, runtime = scripted({}, admit=[], ahead=[])
     tier_of(runtime).link.obey(0, Moves(np.array([1]), np.empty(0, int)), {})
     tier_of(runtime).link.pump()
-    arrival = tier_of(runtime).link.take_arrival(0, 1)
+    arrival = tier_of(runtime).link.take_arrivals(0, [1])[1]
     assert arrival is not None
     moves = Moves(np.array(admit, int), np.array([1]))
     assert tier_of(runtime).link.obey(0, moves, {1: arrival, 2: None}) == kept

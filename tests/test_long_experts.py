@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -248,9 +249,9 @@ def test_a_device_fetches_an_expert_once_in_a_long_pass(seed: int) -> None:
         fetched: list[float] = []  # whose bytes
         fetch = Link.fetch
 
-        def noted(link: Link, host_slot: int) -> Arrival:
-            fetched.append(float(machine.host.slots.image(host_slot)))
-            return fetch(link, host_slot)
+        def noted(link: Link, host_slots: Sequence[int]) -> list[Arrival]:
+            fetched.extend(float(machine.host.slots.image(slot)) for slot in host_slots)
+            return fetch(link, host_slots)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Link, "fetch", noted)

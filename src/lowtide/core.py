@@ -178,7 +178,8 @@ class Assignment(NamedTuple):
 
 
 _FAR_TOKENS = 2.0**40  # beyond any step: end of a curve's last segment
-_NUM_KNOWN = 1025  # counts below this are looked up in a table; larger ones are rare
+NUM_KNOWN = 1025
+"""Token counts below this are looked up in tables; larger ones are rare."""
 
 
 class Curve:
@@ -205,7 +206,7 @@ class Curve:
         far_s = seconds[-1] + slope * (_FAR_TOKENS - tokens[-1])
         self._num_tokens = np.array([0.0, 1.0, *tokens, _FAR_TOKENS])
         self._seconds = np.array([0.0, seconds[0], *seconds, far_s])
-        self._known_s = self._interpolated(np.arange(_NUM_KNOWN))
+        self._known_s = self._interpolated(np.arange(NUM_KNOWN))
 
     def __call__(self, num_tokens: IntArray) -> FloatArray:
         """Return seconds for each count, in the shape of `num_tokens`."""
@@ -223,7 +224,7 @@ class Curve:
 
     def at(self, num_tokens: int) -> float:
         """Return seconds for one count."""
-        if num_tokens < _NUM_KNOWN:
+        if num_tokens < NUM_KNOWN:
             return float(self._known_s[num_tokens])
         return float(self._interpolated(np.array([num_tokens]))[0])
 

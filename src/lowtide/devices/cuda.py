@@ -31,6 +31,7 @@ from lowtide.memory.cuda_streams import (
     CudaStreams,
     PinnedRing,
     PinnedRow,
+    Stream,
     Streams,
     device_error,
     plan_errors,
@@ -138,8 +139,7 @@ class CudaDevice:
         try:
             if after is not None:
                 wait_on(stream, after)
-            self._computation.run(group, rows, buffers)
-            return CudaEvent(stream.record_event())
+            return self._computation.run(group, rows, buffers, stream)
         except RuntimeError as error:
             raise device_error("computing experts", error) from error
 
@@ -197,7 +197,7 @@ class CudaDevice:
             piece = self._ring.take().tensor[: stop - start]
             piece.copy_(source[start:stop])
             target[start:stop].copy_(piece, non_blocking=True)
-            self._ring.used(self._streams.copies)
+            self._ring.used(CudaEvent(self._streams.copies.record_event()))
 
     @cached_property
     def _ring(self) -> PinnedRing:
@@ -240,13 +240,22 @@ class TritonExperts:
             table = self._tables.take()
             table.array.fill(-1)
             self._kernels.plan_tiles(counts, table.tensor, tile_rows, self._tiles)
-            self._tables.used(self._streams.current)
+            self._tables.used(CudaEvent(self._streams.current.record_event()))
             self._kernels.gated_mlps(self._slots, image, self._tiles, 1, tile_rows, parts, gate)
         self._pairs.array.fill(-1)
         self._kernels.place_rows(host_parts, self._pairs.tensor[: self._kernels.PLACED_ROWS], parts)
 
-    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
-        tile_rows, num_tiles = self._plan(group, rows)
+    def run(
+        self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, stream: Stream
+    ) -> CudaEvent:
+        """Queue a group's products on `stream`, the current one; return the event of their end."""
+        table = None
+        tile_rows, num_tiles = self._num_tiles(group, rows)
+        if num_tiles and group is self._whole[group.layer]:
+            slots = self._whole_slots[group.layer]
+            self._kernels.plan_tiles(rows.counts, slots, tile_rows, self._tiles)
+        elif num_tiles:
+            table = self._plan_anew(group, rows, tile_rows)
         if num_tiles:
             self._kernels.gated_mlps(
                 self._slots,
@@ -257,6 +266,10 @@ class TritonExperts:
                 buffers.parts,
                 buffers.gate,
             )
+        use = CudaEvent(stream.record_event())
+        if table is not None:
+            self._tables.used(use)
+        return use
 
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
         """Have the GPU read the host's pinned rows in place, so that they do not wait for fetches.
@@ -273,8 +286,8 @@ class TritonExperts:
             self._pairs.array[len(pairs) : num_listed] = -1
             self._kernels.place_rows(host_parts, self._pairs.tensor[:num_listed], parts)
 
-    def _plan(self, group: ExpertGroup, rows: ExpertRows) -> tuple[int, int]:
-        """Plan a group's tiles; return the pairs of a tile and a bound of the number of tiles."""
+    def _num_tiles(self, group: ExpertGroup, rows: ExpertRows) -> tuple[int, int]:
+        """Return the pairs of a tile and a bound of the number of a group's tiles."""
         num_pairs = len(rows.token_of)
         if num_pairs > self._num_pairs:
             raise InternalError(
@@ -282,19 +295,13 @@ class TritonExperts:
             )
         tile_rows = self._kernels.tile_rows(num_pairs, self._tables.num_columns)
         if rows.is_known:
-            counts = rows.num_tokens(group.experts)
-            num_tiles = int((-(-counts // tile_rows)).sum())
+            num_tiles = int((-(-np.diff(rows.bounds)[group.experts] // tile_rows)).sum())
         else:
             num_tiles = self._kernels.max_tiles(num_pairs, len(group.experts), tile_rows)
-        if num_tiles and group is self._whole[group.layer]:
-            table = self._whole_slots[group.layer]
-            self._kernels.plan_tiles(rows.counts, table, tile_rows, self._tiles)
-        elif num_tiles:
-            self._plan_anew(group, rows, tile_rows)
         return tile_rows, num_tiles
 
-    def _plan_anew(self, group: ExpertGroup, rows: ExpertRows, tile_rows: int) -> None:
-        """Plan the tiles by slots that the device reads from the host."""
+    def _plan_anew(self, group: ExpertGroup, rows: ExpertRows, tile_rows: int) -> PinnedRow:
+        """Plan the tiles by slots that the device reads from the host, in the row returned."""
         table = self._tables.take()
         table.array.fill(-1)
         table.array[group.experts] = group.slots
@@ -302,7 +309,7 @@ class TritonExperts:
         if len(group.experts) == len(table.array):  # the same group comes again
             self._whole_slots[group.layer].copy_(table.tensor, non_blocking=True)
             self._whole[group.layer] = group
-        self._tables.used(self._streams.current)
+        return table
 
 
 def slot_image(layout: ExpertLayout, slots: SlotLayout) -> SlotImage:
@@ -333,13 +340,17 @@ class ReferenceExperts:
         self._slots = slots
         self._layout = layout
 
-    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
+    def run(
+        self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, stream: Stream
+    ) -> CudaEvent:
+        """Queue a group's products on `stream`, the current one; return the event of their end."""
         for expert, slot in zip(group.experts.tolist(), group.slots.tolist(), strict=True):
             pairs = rows.pairs(expert)
             if pairs.start < pairs.stop:
                 parts, gate, up = (buffer[pairs] for buffer in buffers[:3])
                 weights = self._layout.layers[group.layer].weights_in(self._slots[slot])
                 REFERENCE.gated_mlp(parts, weights, gate, up, parts)
+        return CudaEvent(stream.record_event())
 
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
         for expert in experts.tolist():

@@ -13,16 +13,15 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import BoolArray, Costs, Facts, IntArray, Moves
+from lowtide.core import Costs, Facts, IntArray, Moves
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
 from lowtide.experts.link import Arrival
-from lowtide.experts.policy_facts import HostInputs, demand_of
+from lowtide.experts.policy_facts import HostInputs
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
-from lowtide.experts.slots import NO_SLOT
 from lowtide.experts.work import Plan, Tile, Work
-from lowtide.policies.decision import Policies
+from lowtide.policies.prefetch import NoPrefetch
 from lowtide.progress import Progress
 from lowtide.threads.event import WAIT_LIMIT_S, Event
 
@@ -49,6 +48,8 @@ class DeviceExpertExecutor:
         self._scratch = scratch
         self._link = device.link
         self._moves: Moves | None = None  # of the layer, once asked for, until they are obeyed
+        self.look = device.look
+        self._num_experts = device.ledger.num_experts
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
         """Make exactly `initial[layer]` resident on the device."""
@@ -60,33 +61,29 @@ class DeviceExpertExecutor:
     def compiled_residents(self, hits: IntArray, abandon: Callable[[], None]) -> None:
         """Return None: each layer calls Python."""
 
-    def look(self, call: LayerCall, policies: Policies) -> HostInputs:
-        """Copy a layer's input and routing to host memory: its one synchronisation."""
-        return self.device.look(call, policies)
-
     def facts(self, call: LayerCall, inputs: HostInputs, capacity: IntArray, costs: Costs) -> Facts:
-        """Collect the facts for policies; capacity: [num_layers]."""
-        link, host, layer = self._link, self.host, call.layer
-        link.bind_arrived()
-        is_here: BoolArray = link.ledger.table[layer] != NO_SLOT
-        demand = demand_of(inputs.experts, is_here)
+        """Collect the facts for policies, of the routing that is run if they are the last.
+
+        capacity: [num_layers].
+        """
+        host, layer = self.host, call.layer
+        self._host_rows = ExpertRows.at_host(inputs.experts, self._num_experts)
+        is_here, is_kept, arriving_s, busy_s = self._link.look(layer)
+        demand = self._host_rows.demand(is_here)
         return Facts(
             call.step,
             layer,
             demand,
-            link.is_kept(layer),
+            is_kept,
             capacity,
             costs,
-            link.arriving_s(layer, demand.experts),
-            link.busy_s,
+            arriving_s[demand.experts],
+            busy_s,
             can_fetch=costs.num_staging > 0,
             routing=inputs.routed,
             is_here=is_here,
             is_at_host=None if host.is_permanent else host.ledger.is_resident(layer),
         )
-
-    def begin_reads(self, layer: int, experts: IntArray) -> None:
-        """Do nothing: it is not decided yet which experts the host needs."""
 
     def open(self, work: Work, plan: Plan | None, whole: ExpertGroup | None = None) -> None:
         """Start the reads of a layer; call `run_tile` for each of its tiles afterwards.
@@ -101,17 +98,14 @@ class DeviceExpertExecutor:
         assignment = plan.decision.assignment
         self._keep: set[int] = set()
         self._moves = None
-        self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
-        self._link.begin_layer(work.layer)
+        fetch = assignment.fetch.tolist()
+        self._outcome = self._link.begin_layer(work.layer, assignment.fetch)
         self._arrivals: dict[int, Arrival | None] = {}  # by expert to fetch: its copy, if begun
         absent: list[int] = []
-        for expert in assignment.fetch.tolist():
-            self._arrivals[expert] = arrival = self._link.take_arrival(work.layer, expert)
-            if arrival is None:
-                absent.append(expert)
-        self._host_rows = work.rows
+        if fetch:
+            self._arrivals = self._link.take_arrivals(work.layer, fetch)
+            absent = [expert for expert, arrival in self._arrivals.items() if arrival is None]
         if not work.rows.counts.is_cpu:
-            self._host_rows = ExpertRows.at_host(plan.at_host.experts, len(work.rows.counts))
             work.rows.learn(self._host_rows.counts.numpy())
         wanted = assignment.host
         if absent:
@@ -190,14 +184,15 @@ class DeviceExpertExecutor:
             self._begin_waves(len(fetch))
         # Copies begin before the residents run, since one copy takes as long as many of them, and
         # before the policies decide the moves.
-        num_first = self.device.wave_size if self._moves is None else 0
-        for expert in here[:num_first]:
-            arriving.append((expert, self._begin_copy(expert)))
-        self._run_residents(resident)
+        first = here[: self.device.wave_size] if self._moves is None else []
+        if first:
+            arriving += self._begin_copies(first)
+        if len(resident):
+            self._queue(resident, self._link.ledger.slots_of(self._work.layer, resident), None)
         self._follow(plan, fetch)
-        for expert, arrival in arriving:
-            self._add_to_wave(expert, arrival)
-        for expert in here[num_first:]:
+        if arriving:
+            self._add_to_wave(arriving)
+        for expert in here[len(first) :]:
             self._fetch(expert)
         # The rest comes from disk, for the host or to be copied on.
         if not self.host.is_permanent:
@@ -245,9 +240,8 @@ class DeviceExpertExecutor:
                 at_hand[expert] = self._arrivals[expert]
         due = moves if tile.is_last else self._due(moves, at_hand)
         if tile.is_last:
-            self._link.end_layer()
             self._moves = None
-        self._keep |= self._link.obey(work.layer, due, at_hand)
+        self._keep |= self._link.obey(work.layer, due, at_hand, tile.is_last)
 
     def _due(self, moves: Moves, at_hand: Collection[int]) -> Moves:
         """Return the moves that can be made before the last tile; they leave `_moves`.
@@ -271,7 +265,8 @@ class DeviceExpertExecutor:
         if self._outcome is not None:
             plan.prefetch.record(self._outcome)
         self.num_on_host += len(plan.decision.assignment.host)
-        self.device.look_ahead(plan.facts, plan.at_host, plan.prefetch)
+        if not isinstance(plan.prefetch, NoPrefetch):
+            self.device.look_ahead(plan.facts, plan.at_host, plan.prefetch)
 
     def _pump(self) -> float:
         """Keep the link busy while waiting for the host, by one copy behind the running one."""
@@ -282,12 +277,13 @@ class DeviceExpertExecutor:
 
     def _fetch(self, expert: int) -> None:
         """Queue the copy of an expert in host memory, and its run after it."""
-        self._add_to_wave(expert, self._begin_copy(expert))
+        self._add_to_wave(self._begin_copies([expert]))
 
-    def _begin_copy(self, expert: int) -> Arrival:
-        slot = self._beside.reads.slots[expert]
-        self._arrivals[expert] = arrival = self._link.fetch(slot)
-        return arrival
+    def _begin_copies(self, experts: list[int]) -> list[tuple[int, Arrival]]:
+        slots = list(map(self._beside.reads.slots.__getitem__, experts))
+        begun = list(zip(experts, self._link.fetch(slots), strict=True))
+        self._arrivals.update(begun)
+        return begun
 
     def _begin_waves(self, num_fetched: int) -> None:
         """Divide `num_fetched` experts into waves.
@@ -298,39 +294,32 @@ class DeviceExpertExecutor:
         num_waves = max(1, num_fetched // self.device.wave_size)
         self._wave_size = -(-num_fetched // num_waves)
 
-    def _add_to_wave(self, expert: int, arrival: Arrival) -> None:
-        self._wave.append((expert, arrival))
-        if len(self._wave) == self._wave_size:
-            self._run_wave()
+    def _add_to_wave(self, arriving: Sequence[tuple[int, Arrival]]) -> None:
+        for each in arriving:
+            self._wave.append(each)
+            if len(self._wave) == self._wave_size:
+                self._run_wave()
 
     def _run_wave(self) -> None:
         """Queue the experts of a wave after the last of their arrivals.
 
         Each becomes resident, or its slot free, unless it has rows in the next tile.
         """
-        if not self._wave:
-            return
-        layer, wave = self._work.layer, dict(self._wave)
+        layer, wave, last = self._work.layer, dict(sorted(self._wave)), self._wave[0][1]
         self._wave = []
-        experts, slots, last = [], [], None
-        for expert in sorted(wave):
-            arrival = wave[expert]
-            experts.append(expert)
+        slots: list[int] = []
+        for arrival in wave.values():
             slots.append(arrival.slot)
-            if last is None or arrival.order > last.order:
+            if arrival.order > last.order:
                 last = arrival
-        after = None if last is None else last.event
-        self._queue(ExpertGroup(layer, np.array(experts), np.array(slots)), after)
-        for expert in experts:
-            if self._tile.is_last or self._work.is_finished(expert, self._tile):
-                self._link.settle(layer, expert, wave[expert].slot, expert in self._keep)
+        self._queue(np.array(list(wave)), np.array(slots), last.event)
+        ended = dict(zip(wave, slots, strict=True))
+        if not self._tile.is_last:
+            is_finished = partial(self._work.is_finished, tile=self._tile)
+            ended = {expert: slot for expert, slot in ended.items() if is_finished(expert)}
+        self._link.settle(layer, ended, self._keep)
 
-    def _run_residents(self, experts: IntArray) -> None:
-        if len(experts):
-            layer = self._work.layer
-            slots = self.device.link.ledger.slots_of(layer, experts)
-            self._queue(ExpertGroup(layer, experts, slots), None)
-
-    def _queue(self, group: ExpertGroup, after: Event | None) -> None:
+    def _queue(self, experts: IntArray, slots: IntArray, after: Event | None) -> None:
+        group = ExpertGroup(self._work.layer, experts, slots)
         use = self.device.device.run(group, self._tile.rows, self._work.buffers, after)
         self._link.note_use(group, use)

@@ -27,7 +27,7 @@ from lowtide.experts.rows import LayerCall, is_long
 from lowtide.experts.slots import NO_SLOT
 from lowtide.memory.pinned_copies import to_host
 from lowtide.policies.decision import Policies
-from lowtide.policies.prefetch import Ahead, Prefetch
+from lowtide.policies.prefetch import Ahead, NoPrefetch, Prefetch
 from lowtide.progress import Progress
 
 _START = Step(StepKind.PREFILL, 0)
@@ -105,7 +105,9 @@ class DeviceTier:
                 scores = None if scores is None else scores.cpu()
                 routed = routed_tokens(experts, weights.cpu(), scores)
             return HostInputs(None, experts, routed)
-        predicted = self._predict(call, policies.prefetch)
+        predicted, prefetch = None, policies.prefetch
+        if self.early_gate is not None and not isinstance(prefetch, NoPrefetch):
+            predicted = self._predict(self.early_gate, call, prefetch)
         weights = to_host(weights) if policies.asks_routing else weights
         scores = None if scores is None else to_host(scores)
         host_x, experts = self.device.to_host(x, experts)
@@ -120,7 +122,9 @@ class DeviceTier:
         if following < self.link.ledger.num_layers:
             is_kept, is_long = self.link.is_kept(following), at_host.x is None
             ahead = Ahead(following, is_kept, at_host.predicted, is_long)
-            self.link.look_ahead(following, prefetch.choose(ahead))
+            chosen = prefetch.choose(ahead)
+            if len(chosen):
+                self.link.look_ahead(following, chosen)
 
     def finish(self, layer: int, num_rows: int) -> None:
         """Make all outputs visible to the caller's next work; the link goes on meanwhile."""
@@ -186,11 +190,11 @@ class DeviceTier:
         reads.obey(moves)
         return reads
 
-    def _predict(self, call: LayerCall, prefetch: Prefetch) -> Tensor | None:
+    def _predict(self, gate: EarlyGate, call: LayerCall, prefetch: Prefetch) -> Tensor | None:
         """Queue the early gate's prediction of the next layer; in host memory after `to_host`."""
-        if self.early_gate is None or not prefetch.wants_prediction(call.layer + 1):
+        if not prefetch.wants_prediction(call.layer + 1):
             return None
-        predicted = self.early_gate.predict(call.layer, call.x, call.workspace)
+        predicted = gate.predict(call.layer, call.x, call.workspace)
         return None if predicted is None else self.device.stage(predicted)
 
     def _add_counts(self) -> None:

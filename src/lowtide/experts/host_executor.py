@@ -194,7 +194,8 @@ class HostExpertExecutor:
         """
         self._tile = tile
         few, many = self._divided(experts)
-        self._submit(many)
+        if many:
+            self._submit(many)
         if few:
             self._start(self._few(tile, few))
 
@@ -242,8 +243,10 @@ class HostExpertExecutor:
         """Split experts into those of one common call and the others."""
         if self.batched is None or not experts:
             return [], experts
-        is_few = self.batched.takes_experts(self._tile.rows.most_tokens(experts)).tolist()
-        pairs = list(zip(experts, is_few, strict=True))
+        is_few = self.batched.takes_experts(self._tile.rows.most_tokens(experts))
+        if is_few.all():
+            return experts, []
+        pairs = list(zip(experts, is_few.tolist(), strict=True))
         return [e for e, few in pairs if few], [e for e, few in pairs if not few]
 
     def _pieces(self, expert: int) -> list[tuple[Call, Call]]:
@@ -278,7 +281,7 @@ class HostExpertExecutor:
             self.host.idle_s = 0.0
 
     def _run(self, tile: HostTile, pairs: slice, slot: int) -> None:
-        self._gather(tile, [pairs])
+        self._gather(tile, [[pairs.start, pairs.stop - pairs.start]])
         # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
         parts, gate, up = (buffer[pairs] for buffer in tile.buffers)
         weights = self.host.slots.weights(tile.layer, slot)
@@ -290,8 +293,8 @@ class HostExpertExecutor:
         Most of the Python work happens here, on one thread: while threads compete for the
         interpreter, each operator waits for it.
         """
-        self._gather(tile, [tile.rows.pairs(expert) for expert in experts])
-        groups = tile.rows.groups(experts, [self.reads.slots[expert] for expert in experts])
+        groups = tile.rows.groups(experts, list(map(self.reads.slots.__getitem__, experts)))
+        self._gather(tile, groups[:, 1:].tolist())
         return self._paced(groups[:, 2].tolist(), partial(self._run_few, tile, groups, experts))
 
     def _run_few(self, tile: HostTile, groups: IntArray, experts: list[int]) -> None:
@@ -299,14 +302,19 @@ class HostExpertExecutor:
             self.batched.run(groups, *tile.buffers, tile.layer)
         self._give_back(tile, experts)
 
-    def _gather(self, tile: HostTile, pairs: Sequence[slice]) -> None:
-        """Gather experts' inputs if they are not in place; by numpy, whose calls cost least."""
+    def _gather(self, tile: HostTile, runs: Sequence[Sequence[int]]) -> None:
+        """Gather experts' inputs if they are not in place; by numpy, whose calls cost least.
+
+        runs: the first pair and the number of pairs of each product, ascending.
+        """
         if tile.inputs is None:
             return
-        num_pairs = sum(part.stop - part.start for part in pairs)
-        if pairs[-1].stop - pairs[0].start == num_pairs:  # with none between them
-            pairs = [slice(pairs[0].start, pairs[-1].stop)]
         token_of = tile.rows.token_of.numpy()
-        x, parts = (rows.view(torch.uint8).numpy() for rows in (tile.inputs, tile.buffers.parts))
-        for part in pairs:
-            np.take(x, token_of[part], axis=0, out=parts[part], mode="clip")
+        x = tile.inputs.view(torch.uint8).numpy()
+        parts = tile.buffers.parts.view(torch.uint8).numpy()
+        start = stop = runs[0][0]
+        for first, num_pairs in (*runs, (-1, 0)):
+            if first != stop:  # with none between them, several are one
+                np.take(x, token_of[start:stop], axis=0, out=parts[start:stop], mode="clip")
+                start = first
+            stop = first + num_pairs

@@ -7,7 +7,7 @@ at a time, and are never interrupted. The link decides nothing: policies choose 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,15 @@ class Arrival(NamedTuple):
     event: Event
     order: int  # of its copy among all copies to its device
     is_move: bool  # resident when it has arrived; else prefetched for one step
+
+
+class LinkFacts(NamedTuple):
+    """What a device and the link to it have of one layer."""
+
+    is_here: BoolArray  # [num_experts]: residents
+    is_kept: BoolArray  # [num_experts]: these, and experts that are becoming resident
+    arriving_s: FloatArray  # [num_experts]: until an expert on its way can be used; else infinite
+    busy_s: float  # an upper bound of the time that the link is busy
 
 
 class _Wanted(NamedTuple):
@@ -77,7 +86,7 @@ class Link:
         self._in_flight: deque[Event] = deque()
         self._num_copies = 0
         self._num_open = 0  # experts asked to become resident, neither so nor dropped yet
-        self._unheard: PrefetchOutcome | None = None  # of a pass' end, for the next `end_prefetch`
+        self._unheard: PrefetchOutcome | None = None  # of a pass' end, for the next `begin_layer`
         self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
 
     def is_kept(self, layer: int) -> BoolArray:
@@ -88,17 +97,19 @@ class Link:
                 kept[expert] = True
         return kept
 
-    def arriving_s(self, layer: int, experts: IntArray) -> FloatArray:
-        """Return seconds until each expert can be used; infinite if it is not coming.
-
-        As of the last `bind_arrived`.
-        """
-        left_s = np.full(self.ledger.num_experts, np.inf)
-        first = self._num_copies - len(self._in_flight)
-        for (its_layer, expert), arrival in self._coming.items():
-            if its_layer == layer:
-                left_s[expert] = self.link_s * max(0, arrival.order + 1 - first)
-        return left_s[experts]
+    def look(self, layer: int) -> LinkFacts:
+        """Check which copies have ended; return what is here of a layer and on its way."""
+        if self._in_flight or self._coming:
+            self.bind_arrived()
+        is_here: BoolArray = self.ledger.table[layer] != NO_SLOT
+        is_kept, left_s = is_here, np.full(self.ledger.num_experts, np.inf)
+        if self._coming:
+            is_kept = self.is_kept(layer)
+            first = self._num_copies - len(self._in_flight)
+            for (its_layer, expert), arrival in self._coming.items():
+                if its_layer == layer:
+                    left_s[expert] = self.link_s * max(0, arrival.order + 1 - first)
+        return LinkFacts(is_here, is_kept, left_s, len(self._in_flight) * self.link_s)
 
     def note_use(self, group: ExpertGroup, use: Event) -> None:
         """Make copies into the group's slots wait for `use` from now on."""
@@ -111,43 +122,65 @@ class Link:
         """Make copies into the slots of a layer that is wholly resident wait for `use`."""
         self._whole_use[layer] = use
 
-    def begin_layer(self, layer: int) -> None:
-        """Protect the layer's residents until `obey` has the last moves of its pass."""
+    def begin_layer(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
+        """Protect the layer's residents until `obey` has the last moves of its pass.
+
+        Returns the outcome of its prefetches; fetch: the experts that the device runs. Forgets
+        prefetches that had not begun and frees unused slots, also if a pass was interrupted before
+        their layer: later work needs the slots.
+        """
         self._under_way = layer
+        if not (self._ahead or self._coming or self._unheard):
+            return None
+        return self._end_prefetch(layer, fetch)
 
-    def end_layer(self) -> None:
-        self._under_way = None
+    def take_arrivals(self, layer: int, experts: Sequence[int]) -> dict[int, Arrival | None]:
+        """Return those of `experts` in a slot or coming to one, the others as None.
 
-    def take_arrival(self, layer: int, expert: int) -> Arrival | None:
-        """Return an expert that is in a slot or coming to one; the caller must settle it."""
-        return self._coming.pop((layer, expert), None)
+        The caller must settle them.
+        """
+        found: dict[int, Arrival | None] = dict.fromkeys(experts)
+        if self._coming:
+            for expert in experts:
+                found[expert] = self._coming.pop((layer, expert), None)
+        return found
 
-    def fetch(self, host_slot: int) -> Arrival:
-        """Queue the copy of an expert into a newly taken slot; the caller must settle it."""
-        self.stats.num_fetched += 1
-        return self._copy(host_slot, is_move=False)
+    def fetch(self, host_slots: Sequence[int]) -> list[Arrival]:
+        """Queue copies of experts into newly taken slots; the caller must settle them."""
+        arrivals = self._copy(host_slots, is_move=False)
+        self.stats.num_fetched += len(arrivals)
+        return arrivals
 
     def keep(self, layer: int, experts: IntArray) -> IntArray:
         """Evict all residents but `experts`; returns those of `experts` that are absent."""
         is_resident = self.ledger.is_resident(layer)
         self._divide_use(layer)
-        for expert in np.setdiff1d(np.flatnonzero(is_resident), experts).tolist():
-            self.ledger.evict(layer, expert)
+        self.ledger.evict(layer, *np.setdiff1d(np.flatnonzero(is_resident), experts).tolist())
         return experts[~is_resident[experts]]
 
     def load(self, layer: int, expert: int, host_slot: int) -> None:
         """Make an absent expert resident at once, before the first step."""
-        arrival = self._copy(host_slot, is_move=True, is_counted=False)
+        [arrival] = self._copy([host_slot], is_move=True, is_counted=False)
         arrival.event.wait()
         self.ledger.bind(layer, expert, arrival.slot)
 
-    def obey(self, layer: int, moves: Moves, at_hand: Mapping[int, Arrival | None]) -> set[int]:
+    def obey(
+        self,
+        layer: int,
+        moves: Moves,
+        at_hand: Mapping[int, Arrival | None],
+        is_last: bool = True,
+    ) -> set[int]:
         """Carry out moves; returns those of `at_hand` to keep, for `settle`.
 
-        `at_hand`: absent experts that the device runs this step, with the arrivals that the caller
-        took. Others wait for an idle link, or for the end of the pass if they are owed, and their
+        at_hand: absent experts that the device runs this step, with the arrivals that the caller
+        took. is_last: no more moves of the layer follow in this pass.
+
+        Other experts wait for an idle link, or for the end of the pass if they are owed, and their
         victims stay until then. New moves of a layer replace its old ones that have not begun.
         """
+        if is_last:
+            self._under_way = None
         keep: set[int] = set()
         for expert, arrival in at_hand.items():
             if arrival is not None and arrival.is_move:
@@ -182,17 +215,20 @@ class Link:
             for wanted in waiting:
                 self._moves[layer, wanted.expert] = wanted
                 self._waits[layer, wanted.expert] = True
-        for victim in leaving:
-            self._evict(layer, victim)
+        self._evict(layer, leaving)
         return keep.difference(leaving)
 
-    def settle(self, layer: int, expert: int, slot: int, keep: bool) -> None:
-        """Make a fetched expert resident, or free its slot, after its use was queued."""
-        if keep:
-            self._unproven.append((layer, expert))  # first: Ctrl-C may come in between
-            self.ledger.bind(layer, expert, slot)
-        else:
-            self.ledger.drop(slot)
+    def settle(self, layer: int, arrived: Mapping[int, int], keep: Container[int]) -> None:
+        """Make fetched experts resident, or free their slots, after their use was queued.
+
+        arrived: each one's slot.
+        """
+        for expert, slot in arrived.items():
+            if expert in keep:
+                self._unproven.append((layer, expert))  # first: Ctrl-C may come in between
+                self.ledger.bind(layer, expert, slot)
+            else:
+                self.ledger.drop(slot)
 
     def confirm(self) -> None:
         """Record that the device has joined: everything bound since the last call has arrived."""
@@ -200,54 +236,27 @@ class Link:
 
     def look_ahead(self, layer: int, experts: IntArray) -> None:
         """Queue prefetches for `layer`, the most wanted first."""
-        self._ahead.extend(_Wanted(layer, expert, None) for expert in experts.tolist())
-
-    def end_prefetch(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
-        """Return the outcome of a layer's prefetches; fetch: the experts that the device runs.
-
-        Forgets prefetches that had not begun and frees unused slots, also if a pass was interrupted
-        before their layer: later work needs the slots.
-        """
-        self._ahead.clear()
-        told, self._unheard = self._unheard, None
-        if not self._coming:
-            return told
-        outcome, used = PrefetchOutcome(), frozenset(fetch.tolist())
-        is_any = False
-        for (its_layer, expert), arrival in tuple(self._coming.items()):
-            if arrival.is_move:
-                continue
-            is_any = True
-            if its_layer != layer or expert not in used:
-                outcome.num_wasted += 1
-                self._drop_arrival(its_layer, expert)
-            elif arrival.event.is_done():
-                outcome.num_hits += 1
-            else:
-                outcome.num_late += 1
-        if not is_any:
-            return told
-        self.stats.prefetch.add(outcome)
-        if told is not None:
-            outcome.add(told)
-        return outcome
+        for expert in experts.tolist():
+            self._ahead.append(_Wanted(layer, expert, None))
 
     def end_pass(self) -> None:
         """Drop prefetches that no layer has asked for: those of layers that were wholly resident.
 
         The policy is told with the next layer's.
         """
-        self._unheard = self.end_prefetch(_NO_LAYER, NO_EXPERTS)
+        self._unheard = self._end_prefetch(_NO_LAYER, NO_EXPERTS)
 
     def pump(self, idle_s: float = 0.0) -> None:
         """Make arrived moves resident; begin waiting transfers while the link would be idle.
 
         `idle_s`: how long the caller will demand nothing; at least one transfer is begun.
         """
-        self.bind_arrived()
-        while (self._ahead or self._moves) and len(self._in_flight) * self.link_s <= idle_s:
-            if not self._begin_next():
-                return
+        if self._in_flight or self._coming:
+            self.bind_arrived()
+        while self._ahead and len(self._in_flight) * self.link_s <= idle_s:
+            self._begin_prefetch(self._ahead.popleft())
+        if self._moves:
+            self._begin_moves(idle_s)
 
     def offer(self, layer: int, expert: int, host_slot: int) -> None:
         """Offer an expert just read for use on the host: its move may begin now.
@@ -267,14 +276,16 @@ class Link:
     def take_owed(self) -> dict[int, IntArray]:
         """Return the owed experts by layer, ascending, and evict their victims."""
         owed, self._owed = self._owed, {}
-        for wanted in (one for of_layer in owed.values() for one in of_layer):
-            self._evict(wanted.layer, wanted.victim)
+        if not owed:
+            return {}
+        for layer, wanted in owed.items():
+            self._evict(layer, [one.victim for one in wanted])
         experts = {layer: sorted(one.expert for one in ones) for layer, ones in owed.items()}
         return {layer: np.array(ids, np.int64) for layer, ids in experts.items() if ids}
 
     def move(self, layer: int, expert: int, host_slot: int) -> None:
         """Begin an owed move, into a free slot; `wait_for_moves` must follow."""
-        self._coming[(layer, expert)] = self._copy(host_slot, is_move=True)
+        [self._coming[(layer, expert)]] = self._copy([host_slot], is_move=True)
         self.stats.num_moved += 1
         self.stats.num_moves_done += 1
         self._num_open -= 1
@@ -311,9 +322,12 @@ class Link:
 
         Raises DeviceError when one has failed.
         """
-        while self._in_flight and self._in_flight[0].is_done():
-            self._in_flight.popleft()
-        num_ended = self._num_copies - len(self._in_flight)
+        in_flight = self._in_flight
+        if in_flight and in_flight[-1].is_done():  # so have those before it
+            in_flight.clear()
+        while len(in_flight) > 1 and in_flight[0].is_done():
+            in_flight.popleft()
+        num_ended = self._num_copies - len(in_flight)
         for key, arrival in tuple(self._coming.items()):
             if arrival.is_move and arrival.order < num_ended:
                 arrival.event.wait()  # ended already: raises what it failed with
@@ -334,7 +348,7 @@ class Link:
     def has_waiting(self) -> bool:
         if not self._moves:
             return bool(self._ahead)
-        return bool(self._ahead) or self._has_movable()
+        return bool(self._ahead) or bool(self._movable().any())
 
     def pause(self) -> None:
         """Between passes, when both streams are idle: finish moves, and forget all other copies.
@@ -352,7 +366,7 @@ class Link:
     def abandon(self) -> None:
         """Recover from a failure, when both streams are idle: forget arriving experts."""
         for layer, expert in self._unproven:
-            self._evict(layer, expert)
+            self._evict(layer, [expert])
         self._unproven.clear()
         self.stats.prefetch.num_wasted += self.num_staged
         self._coming.clear()
@@ -371,72 +385,94 @@ class Link:
         self._under_way = None
         self._in_flight.clear()
 
-    def _copy(self, host_slot: int, is_move: bool, is_counted: bool = True) -> Arrival:
-        slot = self.ledger.take()
-        source = self._host.slots.image(host_slot)
-        event = self._device.copy(source, slot, self._last_use[slot])
-        self._last_use[slot] = None  # the copy comes after it
-        if not self._host.is_permanent:
-            self._host.used_by(host_slot, event)
-        self._in_flight.append(event)
-        self._num_copies += 1
+    def _copy(
+        self, host_slots: Sequence[int], is_move: bool, is_counted: bool = True
+    ) -> list[Arrival]:
+        host, arrivals, num_bytes = self._host, list[Arrival](), 0
+        slots = self.ledger.take_several(len(host_slots))
+        for host_slot, slot in zip(host_slots, slots, strict=True):
+            source = host.slots.image(host_slot)
+            event = self._device.copy(source, slot, self._last_use[slot])
+            self._last_use[slot] = None  # the copy comes after it
+            if not host.is_permanent:
+                host.used_by(host_slot, event)
+            self._in_flight.append(event)
+            arrivals.append(Arrival(slot, event, self._num_copies, is_move))
+            self._num_copies += 1
+            num_bytes += source.nbytes
         if is_counted:
-            self.stats.link_bytes += source.nbytes
-        return Arrival(slot, event, self._num_copies - 1, is_move)
+            self.stats.link_bytes += num_bytes
+        return arrivals
 
-    def _begin_next(self) -> bool:
-        """Begin the next possible waiting transfer; True if there was one."""
-        while self._ahead:
-            wanted = self._ahead.popleft()
-            if self._can_come(wanted) and self.ledger.num_free > self._num_demand_slots:
-                key = (wanted.layer, wanted.expert)
-                self._coming[key] = self._copy(self._host.lease(*key), is_move=False)
-                self.stats.num_prefetched += 1
-                return True
-        move = self._next_move() if self._moves and self._has_movable() else None
-        if move is None:
-            return False
-        key = (move.layer, move.expert)
-        host = self._host
-        slot = int(host.ledger.table[key]) if host.is_permanent else host.lease(*key)
-        self._begin_move(move, slot)
-        return True
+    def _end_prefetch(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
+        self._ahead.clear()
+        told, self._unheard = self._unheard, None
+        if not self._coming:
+            return told
+        outcome, used = PrefetchOutcome(), frozenset(fetch.tolist())
+        is_any = False
+        for (its_layer, expert), arrival in tuple(self._coming.items()):
+            if arrival.is_move:
+                continue
+            is_any = True
+            if its_layer != layer or expert not in used:
+                outcome.num_wasted += 1
+                self._drop_arrival(its_layer, expert)
+            elif arrival.event.is_done():
+                outcome.num_hits += 1
+            else:
+                outcome.num_late += 1
+        if not is_any:
+            return told
+        self.stats.prefetch.add(outcome)
+        if told is not None:
+            outcome.add(told)
+        return outcome
 
-    def _has_movable(self) -> bool:
-        """Return True if an expert that waits to become resident is in host memory."""
-        host = self._host
-        at_host = True if host.is_permanent else host.ledger.table != NO_SLOT
-        is_movable = self._waits & at_host
-        if self._under_way is not None:
-            is_movable[self._under_way] = False
-        return bool(is_movable.any())
+    def _begin_prefetch(self, wanted: _Wanted) -> None:
+        """Begin a prefetch unless the expert is there, or its bytes or a slot are not."""
+        if self._can_come(wanted) and self.ledger.num_free > self._num_demand_slots:
+            key = (wanted.layer, wanted.expert)
+            [self._coming[key]] = self._copy([self._host.lease(*key)], is_move=False)
+            self.stats.num_prefetched += 1
 
-    def _next_move(self) -> _Wanted | None:
-        """Return the first move that can begin, or None.
+    def _begin_moves(self, idle_s: float) -> None:
+        """Begin waiting moves in their order while the link would be idle for `idle_s`.
 
         Experts that are not in host memory or have no free slot keep waiting: their layer's next
         pass may read them, or a copy may end. Experts that arrived in another way are dropped.
         """
-        here, at_host = self.ledger.table, self._host.ledger.table
+        host, is_movable = self._host, self._movable()
+        num_left = np.count_nonzero(is_movable)
         for key, wanted in list(self._moves.items()):
-            if here[key] != NO_SLOT or key in self._coming:
+            if not num_left or len(self._in_flight) * self.link_s > idle_s:
+                return
+            if self.ledger.table[key] != NO_SLOT or key in self._coming:
                 self._forget_move(key)
                 self.drop_moves(1)
-            elif (
-                wanted.layer != self._under_way
-                and at_host[key] != NO_SLOT
-                and self._has_room(wanted)
-            ):
-                return wanted
-        return None
+            elif is_movable[key] and self._has_room(wanted):
+                slot = int(host.ledger.table[key]) if host.is_permanent else host.lease(*key)
+                self._begin_move(wanted, slot)
+            else:
+                continue
+            num_left -= int(is_movable[key])
+
+    def _movable(self) -> BoolArray:
+        """Mark the experts in host memory that wait to become resident: [layers, experts]."""
+        host = self._host
+        at_host = True if host.is_permanent else host.ledger.table != NO_SLOT
+        is_movable: BoolArray = self._waits & at_host
+        if self._under_way is not None:
+            is_movable[self._under_way] = False
+        return is_movable
 
     def _begin_move(self, wanted: _Wanted, host_slot: int) -> None:
         key = (wanted.layer, wanted.expert)
         del self._moves[key]
         self._waits[key] = False
         if wanted.victim is not None:
-            self._evict(wanted.layer, wanted.victim)
-        self._coming[key] = self._copy(host_slot, is_move=True)
+            self._evict(wanted.layer, [wanted.victim])
+        [self._coming[key]] = self._copy([host_slot], is_move=True)
         self.stats.num_moved += 1
         self.stats.num_moves_done += 1
         self._num_open -= 1
@@ -462,16 +498,20 @@ class Link:
         arrival = self._coming.get((layer, expert))
         return arrival is not None and arrival.is_move
 
-    def _evict(self, layer: int, expert: int | None) -> None:
-        """Evict a resident, or an expert that is becoming one."""
-        if expert is None:
-            return
-        if self.ledger.table[layer, expert] != NO_SLOT:
+    def _evict(self, layer: int, experts: Iterable[int | None]) -> None:
+        """Evict residents, and experts that are becoming so."""
+        residents: list[int] = []
+        for expert in experts:
+            if expert is None:
+                continue
+            if self.ledger.table[layer, expert] != NO_SLOT:
+                residents.append(expert)
+            elif (layer, expert) in self._coming:
+                self._drop_arrival(layer, expert)
+        if residents:
             if self._whole_use[layer] is not None:
                 self._divide_use(layer)
-            self.ledger.evict(layer, expert)
-        elif (layer, expert) in self._coming:
-            self._drop_arrival(layer, expert)
+            self.ledger.evict(layer, *residents)
 
     def _divide_use(self, layer: int) -> None:
         """Note the use of a whole layer for each of its slots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray, MoEShape, Step
+from lowtide.core import BoolArray, Demand, IntArray, MoEShape, Step
 from lowtide.kernels.operands import SortedPairs
 from lowtide.memory.workspace import TILE_ROWS, Buffers
 
@@ -68,12 +69,8 @@ class ExpertRows:
     of their own, with the bits of a pass over that chunk alone.
     """
 
-    __slots__ = ("_bounds", "_num_chunks", "counts", "is_known", "part_of", "token_of")
-
     def __init__(self, pairs: SortedPairs) -> None:
         self.token_of, self.part_of, self.counts = pairs
-        # [num_experts * chunks + 1]: the sorted pairs of each expert's chunks follow each other.
-        self._bounds: IntArray | None = None
         self._num_chunks = 1
         self.is_known = False  # whether `bounds` needs no more synchronisation
 
@@ -106,27 +103,27 @@ class ExpertRows:
         rows.learn(np.stack(counts, axis=1).ravel())
         return rows
 
-    @property
+    @cached_property
     def bounds(self) -> IntArray:
         """Bounds: expert e has sorted pairs bounds[e] to bounds[e + 1]. [num_experts + 1].
 
         The first use is the layer's one device-to-host synchronisation.
         """
-        bounds = self._chunk_bounds if self._bounds is None else self._bounds
-        return bounds if self._num_chunks == 1 else bounds[:: self._num_chunks]
+        self.learn(self.counts.cpu().numpy())
+        return self.bounds
 
-    @property
+    @cached_property
     def _chunk_bounds(self) -> IntArray:
-        if self._bounds is None:
-            return self.learn(self.counts.cpu().numpy())
-        return self._bounds
+        # [num_experts * chunks + 1]: the sorted pairs of each expert's chunks follow each other.
+        self.learn(self.counts.cpu().numpy())
+        return self._chunk_bounds
 
-    def learn(self, host_counts: IntArray) -> IntArray:
+    def learn(self, host_counts: IntArray) -> None:
         """Compute `bounds` from a copy of `counts` in host memory."""
         bounds = np.zeros(len(host_counts) + 1, np.int64)
         host_counts.cumsum(out=bounds[1:])
-        self._bounds, self.is_known = bounds, True
-        return bounds
+        self._chunk_bounds, self.bounds = bounds, bounds[:: self._num_chunks]
+        self.is_known = True
 
     def pairs(self, expert: int) -> slice:
         """Return the sorted pairs of one expert."""
@@ -141,12 +138,10 @@ class ExpertRows:
 
     def pieces(self, expert: int) -> list[slice]:
         """Divide an expert's pairs into its products."""
-        if self._num_chunks == 1:
-            pairs = self.pairs(expert)
-            if pairs.stop - pairs.start <= TILE_ROWS:
-                return [pairs] if pairs.start < pairs.stop else []
         first = expert * self._num_chunks
         bounds = self._chunk_bounds[first : first + self._num_chunks + 1].tolist()
+        if len(bounds) == 2 and bounds[1] - bounds[0] <= TILE_ROWS:
+            return [slice(*bounds)] if bounds[0] < bounds[1] else []
         return [
             slice(start + piece.start, start + piece.stop)
             for start, stop in pairwise(bounds)
@@ -177,11 +172,18 @@ class ExpertRows:
         """
         if pairs.stop - pairs.start == len(self.token_of):
             return self
-        bounds = self._chunk_bounds.clip(pairs.start, pairs.stop) - pairs.start
+        bounds = self._chunk_bounds.clip(pairs.start, pairs.stop)
         counts = torch.from_numpy(np.diff(bounds[:: self._num_chunks])).to(self.token_of.device)
         rows = ExpertRows(SortedPairs(self.token_of[pairs], self.part_of[:0], counts))
-        rows._bounds, rows._num_chunks, rows.is_known = bounds, self._num_chunks, True
+        rows._num_chunks = self._num_chunks
+        rows.learn(np.diff(bounds))
         return rows
+
+    def demand(self, is_resident: BoolArray) -> Demand:
+        """Return the demand of rows in host memory; is_resident: [num_experts]."""
+        num_tokens: IntArray = self.counts.numpy()
+        experts = np.flatnonzero(num_tokens)
+        return Demand(experts, num_tokens[experts], is_resident[experts])
 
     def num_tokens(self, experts: IntArray | list[int]) -> IntArray:
         """Return the number of pairs of some experts."""

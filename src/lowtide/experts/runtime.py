@@ -21,10 +21,9 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import BoolArray, Demand, Facts, IntArray, MoEShape, Moves, Step
+from lowtide.core import NO_MOVES, BoolArray, Facts, IntArray, MoEShape, Moves, Step
 from lowtide.experts.capacity import Capacity
 from lowtide.experts.compiled_residents import CompiledResidents
-from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.policy_facts import HostInputs, substituted_routing
@@ -84,6 +83,7 @@ class ExpertRuntime:
         self.policies = policies
         self.executor = executor
         self.host, self.device = executor.host, executor.device
+        self._alone = executor if isinstance(executor, HostExpertExecutor) else None
         self.capacity = Capacity(policies.capacity)
         self.observer: Observer | None = None
         self.expert_observer: ExpertObserver | None = None  # never with a device
@@ -96,7 +96,7 @@ class ExpertRuntime:
         self.stats = ExpertStats()
         self._is_under_way = False  # a step, or what has to be cleared up after one
         self._hits: IntArray = np.zeros((shape.num_layers, shape.num_experts), np.int64)
-        self._place: IntArray = np.zeros(shape.num_experts, np.int64)  # scratch of `_count_rows`
+        self._place: IntArray = np.zeros(shape.num_experts, np.int64)  # scratch of `_count`
         self._compiled = executor.compiled_residents(self._hits, self._abandon)
 
     @property
@@ -274,7 +274,10 @@ class ExpertRuntime:
 
     def _run(self, call: LayerCall) -> None:
         """Run a layer: demand, substitute, decide, work, start reads, run, settle."""
-        executor, plan, whole = self.executor, None, self._whole(call.layer)
+        executor, plan, whole = self.executor, None, None
+        # Receipts need router weights always.
+        if self.device is not None and self.policies.receipts is None:
+            whole = self.device.whole(call.layer, self.capacity)
         if whole is None:
             call, plan = self._decide(call)
         work = Work(call, self._shape, executor.kernels)
@@ -298,7 +301,6 @@ class ExpertRuntime:
         at_host = executor.look(call, policies)
         facts = executor.facts(call, at_host, self.capacity.per_layer, policies.costs)
         run, substituted = None, None
-        self._count(call.layer, facts.demand)
         if policies.substitution is not None:
             substituted = policies.substitute(facts)
         if substituted is not None:
@@ -306,29 +308,23 @@ class ExpertRuntime:
             at_host = at_host._replace(experts=experts, routed=substituted)
             call = call._replace(routing=routing)
             run = self._facts(call, at_host)
-        executor.begin_reads(call.layer, (run or facts).demand.experts)
+        if self._alone is not None:
+            self._alone.begin_reads(call.layer, (run or facts).demand.experts)
         decision = self.policies.decide(facts, run)
-        self._count_rows(facts, run, decision)
+        self._count(facts, run, decision)
         moves = partial(self._moves, facts, decision)
         return call, Plan(facts, decision, at_host, self.policies.prefetch, moves)
-
-    def _whole(self, layer: int) -> ExpertGroup | None:
-        """Return a layer's experts if it needs no policy; receipts need router weights always."""
-        if self.device is None or self.policies.receipts is not None:
-            return None
-        return self.device.whole(layer, self.capacity)
 
     def _facts(self, call: LayerCall, at_host: HostInputs) -> Facts:
         return self.executor.facts(call, at_host, self.capacity.per_layer, self.policies.costs)
 
-    def _count(self, layer: int, demand: Demand) -> None:
-        self._hits[layer, demand.experts] += demand.num_tokens
-        self.stats.num_hits += (num_hits := int(np.count_nonzero(demand.is_resident)))
-        self.stats.num_misses += len(demand.experts) - num_hits
-
-    def _count_rows(self, facts: Facts, run: Facts | None, decision: Decision) -> None:
-        """Count the pairs of row and expert that the router chose, by where they run."""
-        stats, known = self.stats, run or facts
+    def _count(self, facts: Facts, run: Facts | None, decision: Decision) -> None:
+        """Count demand, and the pairs of row and expert that the router chose by where they run."""
+        stats, known, demand = self.stats, run or facts, facts.demand
+        self._hits[facts.layer, demand.experts] += demand.num_tokens
+        num_hits = int(np.count_nonzero(demand.is_resident))
+        stats.num_hits += num_hits
+        stats.num_misses += len(demand.experts) - num_hits
         experts, num_tokens = known.demand.experts, known.demand.num_tokens
         if run is not None and run.routing is not None and facts.routing is not None:
             is_own = ~replaced(run.routing, facts.routing)  # others stand in
@@ -346,7 +342,7 @@ class ExpertRuntime:
             int, np.bincount(place[experts], num_tokens, 3).tolist()
         )
         num_run = on_device + on_host + from_disk
-        num_rows = num_run if run is None else int(facts.demand.num_tokens.sum())
+        num_rows = num_run if run is None else int(demand.num_tokens.sum())
         stats.num_expert_rows += num_rows
         stats.num_substituted_rows += num_rows - num_run
         stats.num_disk_rows += from_disk
@@ -370,8 +366,9 @@ class ExpertRuntime:
     def _moves(self, facts: Facts, decision: Decision) -> Moves:
         """Return the policies' moves, and count them."""
         moves = self.policies.moves(facts, decision)
-        self.stats.num_moves_asked += moves.num_asked
-        self.stats.num_moves_dropped += moves.num_left_out
+        if moves is not NO_MOVES:
+            self.stats.num_moves_asked += moves.num_asked
+            self.stats.num_moves_dropped += moves.num_left_out
         return moves
 
     def _abandon(self) -> None:

@@ -44,16 +44,18 @@ class FreeSlots:
         first, count = self.state.tolist()
         return iter(np.roll(self.ring, -first)[:count].tolist())
 
-    def take(self) -> int:
-        """Remove and return the first slot; there must be one."""
+    def take(self, num_slots: int) -> list[int]:
+        """Remove and return the first slots; there must be so many."""
         first, count = self.state.tolist()
-        self.state[:] = (first + 1) % len(self.ring), count - 1
-        return int(self.ring[first])
+        slots: list[int] = self.ring.take(range(first, first + num_slots), mode="wrap").tolist()
+        self.state[:] = (first + num_slots) % len(self.ring), count - num_slots
+        return slots
 
-    def add(self, slot: int) -> None:
+    def add(self, *slots: int) -> None:
         first, count = self.state.tolist()
-        self.ring[(first + count) % len(self.ring)] = slot
-        self.state[1] = count + 1
+        for end, slot in enumerate(slots, first + count):
+            self.ring[end % len(self.ring)] = slot
+        self.state[1] = count + len(slots)
 
     def fill(self, slots: Sequence[int]) -> None:
         """Replace the queue by these slots, in order."""
@@ -115,11 +117,16 @@ class SlotLedger:
 
     def take(self) -> int:
         """Take a free slot."""
-        if not self.free.state[1]:
-            raise InternalError(f"All {self.num_slots} expert slots are in use.")
-        slot = self.free.take()
-        self.owner[slot] = TAKEN
+        [slot] = self.take_several(1)
         return slot
+
+    def take_several(self, num_slots: int) -> list[int]:
+        """Take so many free slots."""
+        if self.free.state[1] < num_slots:
+            raise InternalError(f"All {self.num_slots} expert slots are in use.")
+        slots = self.free.take(num_slots)
+        self.owner[slots] = TAKEN
+        return slots
 
     def bind(self, layer: int, expert: int, slot: int) -> None:
         """Bind `expert` to a taken slot, which makes it resident."""
@@ -189,19 +196,22 @@ class SlotLedger:
             raise InternalError(f"Slot {slot} was released without a lease.")
         self._num_leases[slot] -= 1
 
-    def evict(self, layer: int, expert: int) -> None:
-        """Evict a resident expert and free its slot.
+    def evict(self, layer: int, *experts: int) -> None:
+        """Evict resident experts and free their slots.
 
         Weights are read-only, so nothing is copied back.
         """
-        slot = int(self.table[layer, expert])
-        if slot == NO_SLOT:
-            raise InternalError(f"Expert {expert} of MoE layer {layer} is in no slot.")
-        if self._num_leases[slot]:
-            raise InternalError(f"Slot {slot} holds expert {expert}, which is in use.")
-        self.table[layer, expert] = NO_SLOT
-        self.owner[slot] = FREE
-        self.free.add(slot)
+        if not experts:
+            return
+        slots: list[int] = self.table[layer, experts].tolist()
+        for expert, slot in zip(experts, slots, strict=True):
+            if slot == NO_SLOT:
+                raise InternalError(f"Expert {expert} of MoE layer {layer} is in no slot.")
+            if self._num_leases[slot]:
+                raise InternalError(f"Slot {slot} holds expert {expert}, which is in use.")
+        self.table[layer, experts] = NO_SLOT
+        self.owner[slots] = FREE
+        self.free.add(*slots)
 
     def reclaim(self, set_aside: Collection[int] = ()) -> None:
         """Free every taken slot except `set_aside`, and end all leases, since nothing uses them.

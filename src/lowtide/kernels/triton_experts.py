@@ -15,6 +15,7 @@ changes no bit.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -188,6 +189,7 @@ def gated_mlps(
     )
 
 
+@cache
 def _settings(rows: int, blocks: Blocks, form: str, length: int) -> dict[str, int | str]:
     return {
         "FORMAT": form,

@@ -114,7 +114,7 @@ def _attend_tile(tile: _Tile, window: int, compute: Compute) -> None:
                 work()
         else:
             executor.run(works)
-    workspace.reset(before)
+    workspace.state = before
 
 
 def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: Buffers) -> Tensor:

@@ -120,7 +120,7 @@ class ShortPass:
     def begin_experts(self) -> State:
         """Release all but the block, for experts that the runtime runs; return what was there."""
         before = self.workspace.state
-        self.workspace.reset(self._at_experts)
+        self.workspace.state = self._at_experts
         return before
 
     def _view(self, first: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -131,7 +131,7 @@ class ShortPass:
         """Allocate the buffers of experts' rows where the runtime would."""
         before = self.begin_experts()
         pairs = ExpertBuffers.of_pairs(self.workspace, self.num_rows * num_chosen, width, self.x)
-        self.workspace.reset(before)
+        self.workspace.state = before
         return pairs._asdict()
 
 
@@ -210,7 +210,7 @@ class WholeLayer:
         before = short.begin_experts()
         moe.run_experts(x, routing, batch.step, routed)
         self.compiled.run_from_experts(bound)
-        short.workspace.reset(before)
+        short.workspace.state = before
 
 
 class WholeModel:

@@ -72,7 +72,7 @@ class MoELayer:
             out.copy_(routed)
         else:
             self._add_to_routed(x, routed, out)
-        workspace.reset(before)
+        workspace.state = before
 
     def forward_chunks(self, x: Tensor, chunks: Sequence[tuple[slice, Batch]], out: Tensor) -> None:
         """Compute several chunks of a prompt as `forward` does each, and read experts once for all.
@@ -109,7 +109,7 @@ class MoELayer:
         self.experts.forward(
             LayerCall(self.index, x, routing, step, workspace, out, scores, chunk_ends)
         )
-        workspace.reset(before)
+        workspace.state = before
 
     def register_experts(self, x: Tensor, num_chosen: int, step: Step) -> None:
         """Register the memory of `run_experts` for rows x [rows, hidden] on the meta device."""

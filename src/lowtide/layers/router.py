@@ -143,7 +143,7 @@ class SigmoidRouter(Router):
         self._declare(x)
         logits = self._logits(x)
         chosen = self.compute.kernels.choose_experts(logits, self.bias, self._choice)
-        workspace.reset(before)
+        workspace.state = before
         return Routing(*chosen)
 
     def _declare(self, x: Tensor) -> None:
@@ -220,7 +220,7 @@ class SoftmaxRouter(Router):
         workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
         before = workspace.state
         chosen = self.compute.kernels.choose_experts(self._logits(x), None, self._choice)
-        workspace.reset(before)
+        workspace.state = before
         return Routing(*chosen)
 
     @cached_property
@@ -259,7 +259,7 @@ class TopSoftmaxRouter(Router):
         workspace.library("router", 4 * 4 * x.shape[0] * self.weight.shape[0])
         before = workspace.state
         chosen = self.compute.kernels.choose_experts(self._logits(x), None, self._choice)
-        workspace.reset(before)
+        workspace.state = before
         return Routing(*chosen)
 
     @cached_property

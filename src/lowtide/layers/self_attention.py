@@ -184,7 +184,7 @@ class GroupedAttention:
         num_cores = self._compute.executor.num_cores
         before = workspace.state
         products.forward(inputs.norm.of(inputs.x[tile]), out.view(len(out), -1))
-        workspace.reset(before)
+        workspace.state = before
         num_turned, rope = num_queries + self._spec.num_kv_heads, self._spec.rope
         turned, values = out[:, :num_turned], out[:, num_turned:]
         if self._value_norm is not None and values.shape[1]:
@@ -199,7 +199,7 @@ class GroupedAttention:
             kernels.normalise_and_rotate(
                 turned, num_queries, self._norms, self._eps, rotation, workspace, num_cores
             )
-        workspace.reset(before)
+        workspace.state = before
 
     def _normalise(self, turned: Tensor, num_queries: int) -> None:
         """Normalise queries and keys where nothing rotates them; they are [rows, heads, dim]."""
@@ -228,7 +228,7 @@ class GroupedAttention:
         if self._factor != 1:
             update.mul_(self._factor)
         x.add_(update)
-        workspace.reset(before)
+        workspace.state = before
 
 
 def _move(window: Tensor, start: int, num_rows: int) -> None:

@@ -152,9 +152,9 @@ class PinnedRing:
             use.wait()
         return self._rows[self._next]
 
-    def used(self, stream: Stream) -> None:
-        """Mark the latest row as free after the work queued on `stream`."""
-        self._uses[self._next] = CudaEvent(stream.record_event())
+    def used(self, use: CudaEvent) -> None:
+        """Mark the latest row as free after `use`."""
+        self._uses[self._next] = use
         self._next = (self._next + 1) % len(self._uses)
 
 

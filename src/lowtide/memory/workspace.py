@@ -88,7 +88,7 @@ class Buffers(ABC):
     def __init__(self, chunks: Mapping[str, int] = EACH_TILE) -> None:
         """chunks: number of chunks per operator; other operators take each tile by itself."""
         self._chunks = chunks
-        self._start = self.state = State((), ())  # callers may keep a state, for `reset`
+        self._start = self.state = State((), ())  # callers keep a state and set it again
         self._num_states = 0
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

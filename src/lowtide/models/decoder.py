@@ -300,7 +300,7 @@ class Decoder:
             for layer in self.run_layers:
                 self._blocks[layer].forward(x, batch, rotations, short)
         self._experts.end_pass()
-        workspace.reset(self._hidden_end)
+        workspace.state = self._hidden_end
         if batch.step.kind is StepKind.PREFILL:
             self.num_prompt_rows += num_rows
             self.prompt_s += perf_counter() - start_s
@@ -330,7 +330,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits [n, vocab] of hidden [n, hidden], valid until the next call."""
         workspace = self.compute.workspace
-        workspace.reset(self._hidden_end)
+        workspace.state = self._hidden_end
         shape = (hidden.shape[0], self.config.vocab_size)
         logits = workspace.take("logits", shape, torch.float32)
         self._head.logits(hidden, logits)
@@ -350,7 +350,7 @@ class Decoder:
         those of `logits`, and no row's bits depend on which others are asked for. Unless they must
         be materialised, only tiles of them ever exist.
         """
-        self.compute.workspace.reset(self._hidden_end)
+        self.compute.workspace.state = self._hidden_end
         return self._head.statistics(hidden, rows, wanted, guidance, form)
 
     def _run_chunks(self, x: Tensor, batch: Batch) -> None:
@@ -468,7 +468,7 @@ class _UsualBlock(Block):
         if self._attention is not None and self._attention_norm is not None:
             before = self._workspace.state
             self._attention.forward(x, self._attention_norm, batch, rotations)
-            self._workspace.reset(before)
+            self._workspace.state = before
 
     def _run_mlp(self, x: Tensor, batch: Batch) -> None:
         if self._mlp_norm is None:
@@ -485,7 +485,7 @@ class _UsualBlock(Block):
                 in_chunks("mlp", self._workspace, self._dense.forward, update, beside)
             self._moe.forward(update, batch, update)
             self._add(update if beside is None else update.add_(beside), x)
-            self._workspace.reset(before)
+            self._workspace.state = before
 
     def _run_experts(self, moe: MoELayer, norm: Norm, x: Tensor, chunks: Sequence[Chunk]) -> None:
         """Add the experts of several chunks, and the dense MLP beside them if there is one."""

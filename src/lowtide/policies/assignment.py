@@ -144,7 +144,8 @@ class AllFetch:
     """Everything on the device: residents in place, absent experts fetched."""
 
     def __call__(self, facts: Facts) -> Assignment:
-        return divide(facts.demand, np.ones(len(facts.demand.experts), np.bool_))
+        experts, _, is_resident = facts.demand
+        return Assignment(experts[is_resident], experts[~is_resident], NO_EXPERTS)
 
 
 class HostAlone:

@@ -111,17 +111,18 @@ class Policies:
         facts: those of the router's demand, as given to `decide`.
         """
         moves = decision.moves
-        if moves is None:
-            moves = self._moves(facts, decision)
+        if moves is None and facts.has_idle_link:
+            if len(decision.assignment.fetch):
+                facts = facts._replace(fetched=decision.assignment.fetch)
+            moves = self.placement.update(facts)
+        elif moves is None:
+            moves = self._admitted(facts, decision)
         if self.receipts is not None:
             self.settle(self.receipts, facts, decision, moves)
         return moves
 
-    def _moves(self, facts: Facts, decision: Decision) -> Moves:
-        if facts.has_idle_link:
-            if len(decision.assignment.fetch):
-                facts = facts._replace(fetched=decision.assignment.fetch)
-            return self.placement.update(facts)
+    def _admitted(self, facts: Facts, decision: Decision) -> Moves:
+        """Return the moves by the ranks of the pass, without a device."""
         demand, ranks = facts.demand, self._ranks
         if ranks is None:
             raise InternalError("Moves are asked for without a device before a pass has begun.")

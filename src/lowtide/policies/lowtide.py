@@ -6,14 +6,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.core import NO_MOVES, Costs, Facts, FloatArray, IntArray, Moves, Step, StepKind
+from lowtide.core import (
+    NO_MOVES,
+    NUM_KNOWN,
+    Costs,
+    Facts,
+    FloatArray,
+    IntArray,
+    Moves,
+    Step,
+    StepKind,
+)
 from lowtide.policies.budgets import Budgets
 from lowtide.policies.forecast import Forecast, stays
 from lowtide.policies.online_tau import OnlineTau, interval
 from lowtide.policies.placement import Placement, favourites
 from lowtide.policies.ranks import Ranks, choose
-
-_NUM_KNOWN = 1025  # token counts whose worth is looked up
 
 
 class Lowtide(Placement):
@@ -53,10 +61,12 @@ class Lowtide(Placement):
         self._budgets = Budgets(capacity, num_experts)
         self._costs = costs
         self._tau = tau
+        self._interval = interval(tau)  # of the pass
         self._frequency = frequency
         self._forecast = Forecast(num_layers, num_experts, frequency)
-        counts = np.arange(_NUM_KNOWN)
+        counts = np.arange(NUM_KNOWN)
         self._known_s = self._seconds(counts)
+        self._known_dense_s = costs.dense_s(counts)
         self._staying_s = self._known_s[:, 2] * stays(counts)
         self._sides = np.ones((2, num_experts))  # [all activated experts, those on the host]
         self._is_fetched = np.zeros(num_experts, np.bool_)  # in the step of one layer
@@ -78,6 +88,7 @@ class Lowtide(Placement):
         return favourites(self._frequency[layer], capacity)
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        self._interval = interval(self._tau)
         budgets = self._budgets
         budgets.resize(capacity)
         if step.kind is not StepKind.PREFILL:
@@ -99,7 +110,7 @@ class Lowtide(Placement):
 
     def update(self, facts: Facts) -> Moves:
         ranks, layer = self.ranks_for(facts), facts.layer
-        tau = interval(self._tau)
+        tau = self._interval
         self._is_fetched[facts.fetched] = True
         worth_s = self._watch_link(facts, tau) or self._forecast.worth_s[layer]
         is_over = self._num_residents[layer] > ranks.room[layer]
@@ -133,19 +144,22 @@ class Lowtide(Placement):
         num_tokens, fetch_s = demand.num_tokens, self._fetch_s
         if not len(num_tokens):
             return 0.0
+        # A pass has at least as many rows as its busiest expert has tokens.
+        most = int(num_tokens[num_tokens.argmax()])
+        if most < NUM_KNOWN:
+            known_s, dense_s = self._known_s[num_tokens], float(self._known_dense_s[most])
+        else:
+            known_s, dense_s = self._seconds(num_tokens), costs.dense_s.at(most)
         link_s = len(facts.fetched) * fetch_s
         sides = self._sides[:, : len(num_tokens)]
         sides[1] = ~(demand.is_resident | self._is_fetched[demand.experts])
         # All sums in one product: each costs as much as it.
-        (all_s, _, worth_s), (spared_s, host_part_s, _) = sides.dot(self._of(num_tokens)).tolist()
-        # A pass has at least as many rows as its busiest expert has tokens.
-        dense_s = costs.dense_s.at(int(num_tokens[num_tokens.argmax()]))
+        (all_s, _, worth_s), (spared_s, host_part_s, _) = sides.dot(known_s).tolist()
         layer_s = dense_s + max(link_s, host_part_s, all_s - spared_s)
         busy = link_s / max(layer_s, 1e-30)
         self._busy[layer] += 0.5 * (busy - self._busy[layer])
         granted = min(self._max_moves, (layer_s - link_s) / fetch_s)
-        most = max(1.0, granted) * tau
-        self._credit[layer] = min(self._credit[layer] + granted, most)
+        self._credit[layer] = min(self._credit[layer] + granted, max(1.0, granted) * tau)
         return float(worth_s)
 
     def _affordable(self, facts: Facts, ranks: Ranks, worth_s: float, tau: int) -> Moves:

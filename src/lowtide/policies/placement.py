@@ -31,23 +31,21 @@ class PassDemand:
         self.step: Step | None = None  # of the pass
         self._layer = 0
 
-    def begins(self, step: Step, layer: int) -> bool:
-        """Return True if a new pass begins with this layer.
+    def note(self, step: Step, layer: int, demand: Demand) -> bool:
+        """Record a layer's demand; return False, without it, if another pass begins with it.
 
-        It need not be layer 0, which is not reported while it is fully resident.
+        That need not be with layer 0, which is not reported while it is fully resident.
         """
-        is_first = self.step is None or layer <= self._layer or step != self.step
+        if self.step is None or layer <= self._layer or step != self.step:
+            return False
         self._layer = layer
-        return is_first
+        self.hits[layer, demand.experts] = demand.num_tokens
+        return True
 
     def begin(self, step: Step) -> None:
         """Start a pass, forgetting the last one."""
-        self.step = step
+        self.step, self._layer = step, -1
         self.hits.fill(0)
-
-    def note(self, layer: int, demand: Demand) -> None:
-        """Record a layer's demand."""
-        self.hits[layer, demand.experts] = demand.num_tokens
 
 
 class Placement:
@@ -101,12 +99,12 @@ class Placement:
     def ranks_for(self, facts: Facts) -> Ranks:
         """Return the pass' ranks, raised by the layer's demand."""
         demanded, layer, demand = self._demanded, facts.layer, facts.demand
-        if demanded.begins(facts.step, layer):
+        if not demanded.note(facts.step, layer, demand):
             if demanded.step is not None:
                 self.end_pass(demanded.step, demanded.hits)
             demanded.begin(facts.step)
             self._ranks = self.begin_pass(facts.step, self._num_residents, facts.capacity)
-        demanded.note(layer, demand)
+            demanded.note(facts.step, layer, demand)
         self._num_residents[layer] = np.count_nonzero(facts.is_kept)
         bump(self._ranks, layer, demand.experts, demand.num_tokens)
         return self._ranks

@@ -155,9 +155,12 @@ class Combined(Prefetch):
         super().__init__(num_experts_ahead)
         self.gate = of_gate.gate
         self._parts = (of_gate, other)
+        self._learning = [
+            each for each in self._parts if type(each).observe is not Prefetch.observe
+        ]
 
     def observe(self, facts: Facts) -> None:
-        for part in self._parts:
+        for part in self._learning:
             part.observe(facts)
 
     def score(self, ahead: Ahead) -> FloatArray:
