@@ -249,8 +249,16 @@ class TritonExperts:
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, stream: Stream
     ) -> CudaEvent:
         """Queue a group's products on `stream`, the current one; return the event of their end."""
-        table = None
-        tile_rows, num_tiles = self._num_tiles(group, rows)
+        num_pairs, table = len(rows.token_of), None
+        if num_pairs > self._num_pairs:
+            raise InternalError(
+                f"A step of {num_pairs} pairs on a device planned for {self._num_pairs}."
+            )
+        tile_rows = self._kernels.tile_rows(num_pairs, self._tables.num_columns)
+        if rows.is_known:
+            num_tiles = int((-(-np.diff(rows.bounds)[group.experts] // tile_rows)).sum())
+        else:
+            num_tiles = self._kernels.max_tiles(num_pairs, len(group.experts), tile_rows)
         if num_tiles and group is self._whole[group.layer]:
             slots = self._whole_slots[group.layer]
             self._kernels.plan_tiles(rows.counts, slots, tile_rows, self._tiles)
@@ -281,24 +289,10 @@ class TritonExperts:
         is_placed[experts] = True
         pairs = np.repeat(is_placed, np.diff(rows.bounds)).nonzero()[0]
         if len(pairs):
-            num_listed = align_up(len(pairs), self._kernels.PLACED_ROWS)
+            num_listed = len(pairs) + -len(pairs) % self._kernels.PLACED_ROWS
             self._pairs.array[: len(pairs)] = pairs
             self._pairs.array[len(pairs) : num_listed] = -1
             self._kernels.place_rows(host_parts, self._pairs.tensor[:num_listed], parts)
-
-    def _num_tiles(self, group: ExpertGroup, rows: ExpertRows) -> tuple[int, int]:
-        """Return the pairs of a tile and a bound of the number of a group's tiles."""
-        num_pairs = len(rows.token_of)
-        if num_pairs > self._num_pairs:
-            raise InternalError(
-                f"A step of {num_pairs} pairs on a device planned for {self._num_pairs}."
-            )
-        tile_rows = self._kernels.tile_rows(num_pairs, self._tables.num_columns)
-        if rows.is_known:
-            num_tiles = int((-(-np.diff(rows.bounds)[group.experts] // tile_rows)).sum())
-        else:
-            num_tiles = self._kernels.max_tiles(num_pairs, len(group.experts), tile_rows)
-        return tile_rows, num_tiles
 
     def _plan_anew(self, group: ExpertGroup, rows: ExpertRows, tile_rows: int) -> PinnedRow:
         """Plan the tiles by slots that the device reads from the host, in the row returned."""

@@ -17,11 +17,11 @@ from lowtide.core import Costs, Facts, IntArray, Moves
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
+from lowtide.experts.host_reads import NoReads
 from lowtide.experts.link import Arrival
 from lowtide.experts.policy_facts import HostInputs
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
 from lowtide.experts.work import Plan, Tile, Work
-from lowtide.policies.prefetch import NoPrefetch
 from lowtide.progress import Progress
 from lowtide.threads.event import WAIT_LIMIT_S, Event
 
@@ -111,7 +111,7 @@ class DeviceExpertExecutor:
         if absent:
             wanted = np.sort(np.concatenate([wanted, np.array(absent, np.int64)]))
         if self.host.is_permanent:
-            self._beside.find(work.layer, wanted)
+            self._beside.reads = NoReads(self.host, work.layer, wanted)
             return
         moves = self.host.own_moves(plan.facts.step, work.layer, wanted)
         self._beside.begin_reads(work.layer, wanted)
@@ -180,8 +180,9 @@ class DeviceExpertExecutor:
                 arriving.append((expert, arrival))
         here = list(filter(is_here, to_fetch))
         self._wave: list[tuple[int, Arrival]] = []
-        if fetch:
-            self._begin_waves(len(fetch))
+        # No wave is small, since each has kernel launches of its own, and none is twice as large as
+        # `wave_size`, the number of slots.
+        self._wave_size = -(-len(fetch) // max(1, len(fetch) // self.device.wave_size))
         # Copies begin before the residents run, since one copy takes as long as many of them, and
         # before the policies decide the moves.
         first = here[: self.device.wave_size] if self._moves is None else []
@@ -205,7 +206,8 @@ class DeviceExpertExecutor:
         if self._wave:
             self._run_wave()
         if tile.is_last:
-            self._look_ahead(plan)
+            self.num_on_host += len(plan.decision.assignment.host)
+            self.device.look_ahead(plan, self._outcome)
         if on_host or not self.host.is_permanent:
             host.collect(self._pump)
         if on_host:
@@ -261,13 +263,6 @@ class DeviceExpertExecutor:
         )
         return Moves(admit, evict)
 
-    def _look_ahead(self, plan: Plan) -> None:
-        if self._outcome is not None:
-            plan.prefetch.record(self._outcome)
-        self.num_on_host += len(plan.decision.assignment.host)
-        if not isinstance(plan.prefetch, NoPrefetch):
-            self.device.look_ahead(plan.facts, plan.at_host, plan.prefetch)
-
     def _pump(self) -> float:
         """Keep the link busy while waiting for the host, by one copy behind the running one."""
         if not self._link.has_waiting:
@@ -284,15 +279,6 @@ class DeviceExpertExecutor:
         begun = list(zip(experts, self._link.fetch(slots), strict=True))
         self._arrivals.update(begun)
         return begun
-
-    def _begin_waves(self, num_fetched: int) -> None:
-        """Divide `num_fetched` experts into waves.
-
-        No wave is small, since each has kernel launches of its own, and none is twice as large as
-        `wave_size`, the number of slots.
-        """
-        num_waves = max(1, num_fetched // self.device.wave_size)
-        self._wave_size = -(-num_fetched // num_waves)
 
     def _add_to_wave(self, arriving: Sequence[tuple[int, Arrival]]) -> None:
         for each in arriving:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Step, StepKind
+from lowtide.core import Costs, IntArray, Step, StepKind
 from lowtide.experts.capacity import Capacity
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
@@ -25,9 +25,10 @@ from lowtide.experts.link import Link
 from lowtide.experts.policy_facts import HostInputs, routed_tokens
 from lowtide.experts.rows import LayerCall, is_long
 from lowtide.experts.slots import NO_SLOT
+from lowtide.experts.work import Plan
 from lowtide.memory.pinned_copies import to_host
 from lowtide.policies.decision import Policies
-from lowtide.policies.prefetch import Ahead, NoPrefetch, Prefetch
+from lowtide.policies.prefetch import Ahead, NoPrefetch, PrefetchOutcome
 from lowtide.progress import Progress
 
 _START = Step(StepKind.PREFILL, 0)
@@ -105,9 +106,10 @@ class DeviceTier:
                 scores = None if scores is None else scores.cpu()
                 routed = routed_tokens(experts, weights.cpu(), scores)
             return HostInputs(None, experts, routed)
-        predicted, prefetch = None, policies.prefetch
-        if self.early_gate is not None and not isinstance(prefetch, NoPrefetch):
-            predicted = self._predict(self.early_gate, call, prefetch)
+        predicted, gate, prefetch = None, self.early_gate, policies.prefetch
+        if gate is not None and not isinstance(prefetch, NoPrefetch):
+            if prefetch.wants_prediction(call.layer + 1):
+                predicted = self._predict(gate, call)
         weights = to_host(weights) if policies.asks_routing else weights
         scores = None if scores is None else to_host(scores)
         host_x, experts = self.device.to_host(x, experts)
@@ -115,8 +117,16 @@ class DeviceTier:
         routed = routed_tokens(experts, weights, scores) if policies.asks_routing else None
         return HostInputs(host_x, experts, routed, None if predicted is None else predicted.numpy())
 
-    def look_ahead(self, facts: Facts, at_host: HostInputs, prefetch: Prefetch) -> None:
-        """Queue the prefetches that the policy wants for the next layer."""
+    def look_ahead(self, plan: Plan, outcome: PrefetchOutcome | None) -> None:
+        """Queue the prefetches that the policy wants for the next layer.
+
+        outcome: of those for this one, if there were any.
+        """
+        facts, at_host, prefetch = plan.facts, plan.at_host, plan.prefetch
+        if outcome is not None:
+            prefetch.record(outcome)
+        if isinstance(prefetch, NoPrefetch):
+            return
         following = facts.layer + 1
         prefetch.observe(facts)
         if following < self.link.ledger.num_layers:
@@ -190,10 +200,8 @@ class DeviceTier:
         reads.obey(moves)
         return reads
 
-    def _predict(self, gate: EarlyGate, call: LayerCall, prefetch: Prefetch) -> Tensor | None:
+    def _predict(self, gate: EarlyGate, call: LayerCall) -> Tensor | None:
         """Queue the early gate's prediction of the next layer; in host memory after `to_host`."""
-        if not prefetch.wants_prediction(call.layer + 1):
-            return None
         predicted = gate.predict(call.layer, call.x, call.workspace)
         return None if predicted is None else self.device.stage(predicted)
 

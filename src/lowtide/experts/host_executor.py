@@ -25,7 +25,7 @@ from lowtide.core import Costs, Facts, IntArray, Moves
 from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device import ExpertGroup
-from lowtide.experts.host_reads import HostReads, NoReads
+from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier, compute_stalled
 from lowtide.experts.policy_facts import HostInputs, demand_of, routed_tokens
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
@@ -127,10 +127,6 @@ class HostExpertExecutor:
         """
         self.reads = HostReads(self.host, layer, experts)
         self.reads.start()
-
-    def find(self, layer: int, experts: IntArray) -> None:
-        """Begin a layer like `begin_reads`, of a tier that keeps all experts."""
-        self.reads = NoReads(self.host, layer, experts)
 
     def open(self, work: Work, plan: Plan | None, whole: ExpertGroup | None = None) -> None:
         """Start the other reads of a layer; call `run_tile` for each of its tiles afterwards."""

@@ -200,8 +200,9 @@ class Link:
         victims: list[int | None] = list(moves.evict.tolist())
         num_unpaired = max(0, len(victims) - len(admit))
         leaving = victims[:num_unpaired]
-        pairs = zip(admit, self._paired(victims[num_unpaired:], len(admit)), strict=True)
-        for expert, victim in pairs:
+        paired: list[int | None] = [None] * max(0, len(admit) - len(victims))  # the first have none
+        paired += victims[num_unpaired:]
+        for expert, victim in zip(admit, paired, strict=True):
             if expert in at_hand:
                 keep.add(expert)
                 self.stats.num_moves_done += 1
@@ -523,8 +524,3 @@ class Link:
     def _drop_arrival(self, layer: int, expert: int) -> None:
         # Its copy may be running: the slot's next copy is queued after it.
         self.ledger.drop(self._coming.pop((layer, expert)).slot)
-
-    @staticmethod
-    def _paired(victims: list[int | None], num_admitted: int) -> list[int | None]:
-        """Pair a victim with each admitted expert; the first have none if there are too few."""
-        return [None] * (num_admitted - len(victims)) + victims

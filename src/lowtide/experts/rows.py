@@ -69,10 +69,13 @@ class ExpertRows:
     of their own, with the bits of a pass over that chunk alone.
     """
 
-    def __init__(self, pairs: SortedPairs) -> None:
+    def __init__(self, pairs: SortedPairs, bounds: IntArray | None = None) -> None:
+        """bounds: if they are known, without a synchronisation."""
         self.token_of, self.part_of, self.counts = pairs
         self._num_chunks = 1
-        self.is_known = False  # whether `bounds` needs no more synchronisation
+        self.is_known = bounds is not None
+        if bounds is not None:
+            self.bounds = self._chunk_bounds = bounds
 
     @classmethod
     def at_host(cls, experts: Tensor, num_experts: int) -> ExpertRows:
@@ -84,9 +87,9 @@ class ExpertRows:
         counts = np.bincount(chosen, minlength=num_experts)
         order = chosen.astype(np.int16).argsort(kind="stable")  # by radix, as of 16 bits
         token_of = torch.from_numpy(order // experts.shape[1])
-        rows = cls(SortedPairs(token_of, experts[:0], torch.from_numpy(counts)))
-        rows.learn(counts)
-        return rows
+        bounds = np.zeros(num_experts + 1, np.int64)
+        counts.cumsum(out=bounds[1:])
+        return cls(SortedPairs(token_of, experts[:0], torch.from_numpy(counts)), bounds)
 
     @classmethod
     def of_chunks(
@@ -224,10 +227,13 @@ class ExpertBuffers(NamedTuple):
         cls, workspace: Buffers, num_pairs: int, expert_size: int, x: Tensor
     ) -> ExpertBuffers:
         """Take buffers for `num_pairs` pairs at a time, of rows x [rows, hidden]."""
+        hidden, width = (num_pairs, x.shape[1]), (num_pairs, expert_size)
         return cls(
-            parts=workspace.take("expert parts", (num_pairs, x.shape[1]), x.dtype),
-            gate=workspace.take("expert gate", (num_pairs, expert_size), x.dtype),
-            up=workspace.take("expert up", (num_pairs, expert_size), x.dtype),
+            *workspace.take_all(
+                ("expert parts", hidden, x.dtype),
+                ("expert gate", width, x.dtype),
+                ("expert up", width, x.dtype),
+            )
         )
 
 
@@ -242,8 +248,9 @@ class Terms(NamedTuple):
         """Take buffers for `num_tokens` tokens at a time, of rows x [rows, hidden]."""
         shape = (num_tokens, x.shape[1])
         return cls(
-            workspace.take("combine term", shape, x.dtype),
-            workspace.take("combine term fp32", shape, torch.float32),
+            *workspace.take_all(
+                ("combine term", shape, x.dtype), ("combine term fp32", shape, torch.float32)
+            )
         )
 
 

@@ -81,6 +81,7 @@ class ExpertRuntime:
     ) -> None:
         self._shape = shape
         self.policies = policies
+        self.asks_scores = policies.asks_scores  # `forward` needs the router's scores
         self.executor = executor
         self.host, self.device = executor.host, executor.device
         self._alone = executor if isinstance(executor, HostExpertExecutor) else None
@@ -98,11 +99,6 @@ class ExpertRuntime:
         self._hits: IntArray = np.zeros((shape.num_layers, shape.num_experts), np.int64)
         self._place: IntArray = np.zeros(shape.num_experts, np.int64)  # scratch of `_count`
         self._compiled = executor.compiled_residents(self._hits, self._abandon)
-
-    @property
-    def asks_scores(self) -> bool:
-        """True if `forward` needs the router's scores."""
-        return self.policies.asks_scores
 
     def forward(self, call: LayerCall) -> None:
         """Compute `out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
@@ -196,7 +192,7 @@ class ExpertRuntime:
         self._abandon()  # nothing is demanded: end what was begun for later
         if policies.receipts is not None and self.policies.receipts is not None:
             policies.receipts.take_over(self.policies.receipts)
-        self.policies = policies
+        self.policies, self.asks_scores = policies, policies.asks_scores
         self.capacity = Capacity(policies.capacity)
         self.load(progress)
 

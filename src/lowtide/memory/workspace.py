@@ -100,6 +100,18 @@ class Buffers(ABC):
             self.state = state = self._keep((name, shape, dtype), taken)
         return state.view
 
+    def take_all(self, *wanted: tuple[str, tuple[int, ...], torch.dtype]) -> list[Tensor]:
+        """Take several buffers one after the other; each as in `take`."""
+        views: list[Tensor] = []
+        for name, shape, dtype in wanted:
+            state = self.state.after.get((name, shape, dtype))
+            if state is None:
+                views.append(self.take(name, shape, dtype))
+            else:
+                self.state = state
+                views.append(state.view)
+        return views
+
     def give_back(self, *buffers: Tensor) -> None:
         """Release buffers before their scope ends; other tensors are ignored.
 
