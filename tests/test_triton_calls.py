@@ -164,10 +164,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("share", "policy", "most_calls", "most_launches"),
     [
-        (1.0, "lowtide", 118, 30),
-        (0.5, "lowtide", 231, 36),
-        (0.5, "tide", 200, 33),
-        (0.5, "lru", 212, 37),
+        (1.0, "lowtide", 110, 30),
+        (0.5, "lowtide", 205, 36),
+        (0.5, "tide", 186, 33),
+        (0.5, "lru", 196, 37),
     ],
 )
 def test_a_token_and_layer_cost_the_host_a_bounded_number_of_calls(

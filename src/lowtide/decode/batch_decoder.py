@@ -138,12 +138,13 @@ class BatchDecoder(Generic[S, C]):
             if turn.length > 1:
                 cuts = self._kept.expect_copies(turn.sequence, turn.chunk_ends or (turn.stop,))
                 schedule.turns[number] = turn._replace(cuts=cuts)
-        with self.prompt_share.measured(schedule.has_prompts), torch.inference_mode():
-            hidden = self._model.forward(self._batch(schedule))
-            choices = self._kind.choose(self._model, hidden, schedule.turns, self._blame)
-            self._kv_cache.end_pass(turn.sequence.kv for turn in schedule.turns)
-        self._num_passes += schedule.kind is not StepKind.PREFILL
-        return self._settle(schedule.turns, choices)
+        with torch.inference_mode():  # also of the copies of states that follow a pass
+            with self.prompt_share.measured(schedule.has_prompts):
+                hidden = self._model.forward(self._batch(schedule))
+                choices = self._kind.choose(self._model, hidden, schedule.turns, self._blame)
+                self._kv_cache.end_pass(turn.sequence.kv for turn in schedule.turns)
+            self._num_passes += schedule.kind is not StepKind.PREFILL
+            return self._settle(schedule.turns, choices)
 
     def cancel(self, request_id: int, is_sound: bool = True) -> bool:
         """Drop a request between passes and free its room; return False if it is unknown.
