@@ -230,7 +230,8 @@ def _rendered(template: str, variables: Mapping[str, object]) -> str:
     }
     answer = TEMPLATES.ask(request, TEMPLATE_WALL_S)
     if "text" not in answer:
-        raise _Refusal(f"The model's chat template failed: {printable(str(answer.get('error')))}.")
+        reason = printable(str(answer.get("error"))).rstrip(".")
+        raise _Refusal(f"The model's chat template failed: {reason}.")
     return str(answer["text"])
 
 
