@@ -17,13 +17,20 @@ measured before and after each. Bytes of a token are weights once, states read a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from common import qwen36_file as shape
 from common.arguments import add_parts, make_parser, run_script
+from common.beside_llama import (
+    OURS,
+    causal_task,
+    installed,
+    rates,
+    rows_in_memory,
+    weight_bytes_of_token,
+)
 from common.causal import with_ratios
 from common.ceilings import Disk, memory_ceiling
 from common.memory import LIMITS, choose_limit, drop_pages
@@ -43,8 +50,7 @@ LIMITS_GIB = {16: 0.17, 8: 0.3}
 """Limits of the disk part, and the skew of its routers."""
 
 SHORT, LONG = 64, 2048  # tokens of a prompt
-
-_GIGA = 1e9
+SHARE_OF_EXPERTS = shape.NUM_CHOSEN / shape.NUM_EXPERTS
 
 
 def main() -> None:
@@ -64,23 +70,8 @@ def main() -> None:
 
 def _in_memory(recorder: Recorder, options: argparse.Namespace) -> None:
     file = _file("memory", MEMORY)
-    own = {"policy": "resident", "budget_bytes": None}
-    peer: dict[str, Any] = {"gguf": str(file)}
-    lanes: dict[str, dict[str, Any]] = {
-        "lowtide, int8": {"lane": "lowtide", "activations": "int8", **own},
-        "llama.cpp": {"lane": "llama.cpp", "maps": False, "repacks": True, **peer},
-        "lowtide, exact rows": {"lane": "lowtide", "activations": "own", **own},
-        "llama.cpp, mapped": {"lane": "llama.cpp", "maps": True, "repacks": False, **peer},
-    }
-    bytes_of_token = token_bytes(file)
     for num_prompt in (SHORT, LONG):
-        rows = {}
-        for name, facts in _installed(lanes).items():
-            before = memory_ceiling()
-            row = in_process("causal", _task(file, num_prompt, options, facts), _NO_LIMIT, 0)
-            row |= _rates(row, bytes_of_token, before, memory_ceiling())
-            rows[name] = row
-        for row in with_ratios(rows, "lowtide, int8"):
+        for row in rows_in_memory(file, num_prompt, token_bytes(file), _settings(options)):
             recorder.write(f"in memory, prompt of {num_prompt}", row)
 
 
@@ -92,19 +83,19 @@ def _on_disk(recorder: Recorder, limit_GiB: int, options: argparse.Namespace) ->
     budget_bytes = limit_bytes - LIMIT_SLACK_BYTES
     own = {"lane": "lowtide", "policy": options.policy, "budget_bytes": budget_bytes}
     lanes: dict[str, dict[str, Any]] = {
-        "lowtide, int8": {"activations": "int8", **own},
+        OURS: {"activations": "int8", **own},
         "lowtide, exact rows": {"activations": "own", **own},
         "llama.cpp": {"lane": "llama.cpp", "gguf": str(file), "maps": True, "repacks": False},
     }
     rows = {}
-    for name, facts in _installed(lanes).items():
+    for name, facts in installed(lanes).items():
         drop_pages([file])
         disk, before = Disk(file, slot_bytes, 1 << 30).measure(), memory_ceiling()
-        task = _task(file, SHORT, options, facts)
+        task = causal_task(file, SHORT, _settings(options), facts)
         row = in_process("causal", task, limit, limit_bytes)
-        row |= _rates(row, token_bytes(file), before, memory_ceiling())
+        row |= rates(row, token_bytes(file), before, memory_ceiling())
         rows[name] = row | disk | {"slot_bytes": slot_bytes, "limit": limit.kind}
-    for row in with_ratios(rows, "lowtide, int8"):
+    for row in with_ratios(rows, OURS):
         recorder.write(f"in {limit_GiB} GiB", row)
 
 
@@ -120,53 +111,14 @@ def _turns(recorder: Recorder, model: Path, num_behind: int) -> None:
 
 def token_bytes(file: Path) -> int:
     """Bytes that a token goes through: weights once, states read and written."""
-    found = 0
-    for name, tensor in GgufHeader.read(file).tensors.items():
-        if name == "token_embd.weight":
-            continue
-        share = shape.NUM_CHOSEN / shape.NUM_EXPERTS if "_exps." in name else 1
-        found += int(tensor.num_bytes * share)
-        if name.endswith("ssm_out.weight"):
-            found += 2 * 4 * shape.VALUE_HEADS * shape.STATE * shape.STATE
-    return found
+    names = GgufHeader.read(file).tensors
+    num_states = sum(name.endswith("ssm_out.weight") for name in names)
+    state_bytes = 2 * 4 * shape.VALUE_HEADS * shape.STATE * shape.STATE
+    return weight_bytes_of_token(file, SHARE_OF_EXPERTS) + num_states * state_bytes
 
 
-def _rates(
-    row: Mapping[str, Any],
-    bytes_of_token: int,
-    before: Mapping[str, float],
-    after: Mapping[str, float],
-) -> dict[str, Any]:
-    """Bytes a second of answers, beside the rate at which memory is read."""
-    name = max(before, key=lambda key: ("read" in key, key))
-    rates = [before[name], after[name]]
-    rate = row["decode_tokens_per_s"] * bytes_of_token / _GIGA
-    return {
-        "token_bytes": bytes_of_token,
-        "GBps": rate,
-        "memory_GBps": rates,
-        "of_ceiling": rate / (sum(rates) / 2),
-    }
-
-
-def _task(
-    file: Path, num_prompt: int, options: argparse.Namespace, facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "model": str(file),
-        "context": num_prompt + options.new + 16,
-        "num_prompt": num_prompt,
-        "num_new": options.new,
-        "repeats": options.repeats,
-        **facts,
-    }
-
-
-def _installed(lanes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    has_peer = find_spec("llama_cpp") is not None
-    if not has_peer:
-        say("llama.cpp is left out: llama_cpp is not installed (`make peers`).")
-    return {name: x for name, x in lanes.items() if has_peer or x["lane"] == "lowtide"}
+def _settings(options: argparse.Namespace) -> dict[str, int]:
+    return {"num_new": options.new, "repeats": options.repeats}
 
 
 def _file(name: str, sizes: Sizes) -> Path:
@@ -176,9 +128,6 @@ def _file(name: str, sizes: Sizes) -> Path:
             other.unlink()
         say(f"Writing {target} ...")
     return write_qwen36(target, sizes)
-
-
-_NO_LIMIT = choose_limit("none")
 
 
 def _options() -> argparse.Namespace:

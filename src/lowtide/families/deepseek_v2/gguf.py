@@ -46,7 +46,7 @@ def latent_config(keys: GgufKeys, architecture: str) -> Config:
         **usual_config(keys, architecture, can_group=True),
         "intermediate_size": keys.need("feed_forward_length"),
         "kv_lora_rank": keys.need("attention.kv_lora_rank"),
-        "q_lora_rank": keys.get("attention.q_lora_rank"),
+        "q_lora_rank": keys.get("attention.q_lora_rank") or None,
         "qk_rope_head_dim": rotary_dim,
         "qk_nope_head_dim": _integer_of_a_head(keys, "key_length") - rotary_dim,
         "v_head_dim": _integer_of_a_head(keys, "value_length"),
