@@ -228,6 +228,26 @@ def test_an_expert_in_use_stays_until_its_last_lease_is_released(num_leases: int
     ledger.check_integrity()
 
 
+def test_several_slots_change_owners_together_or_none_does() -> None:
+    ledger = SlotLedger(1, 6, 4)
+    assert ledger.take_several(3) == [0, 1, 2]
+    with pytest.raises(InternalError, match="All 4 expert slots are in use"):
+        ledger.take_several(2)
+    for expert, slot in enumerate([2, 0, 1]):
+        ledger.bind(0, expert, slot)
+    ledger.lease(1)
+    with pytest.raises(InternalError, match="expert 2, which is in use"):
+        ledger.evict(0, 0, 2)
+    with pytest.raises(InternalError, match="Expert 5 of MoE layer 0 is in no slot"):
+        ledger.evict(0, 0, 5)
+    assert ledger.num_resident == 3
+    ledger.release(1)
+    ledger.evict(0, 1, 0)
+    ledger.evict(0)
+    ledger.check_integrity()
+    assert ledger.take_several(3) == [3, 0, 2]  # first freed, first taken
+
+
 def test_asking_what_is_resident_gives_a_copy() -> None:
     ledger = SlotLedger(1, 4, 3)
     before = ledger.is_resident(0)

@@ -106,6 +106,19 @@ def test_marks_and_scopes_give_back_even_after_a_failure(make) -> None:
     assert buffers.state.top == 0
 
 
+def test_several_buffers_are_taken_as_one_after_the_other() -> None:
+    together, single = Workspace(Arena(4096).bytes), Workspace(Arena(4096).bytes)
+    wanted = [("a", (3, 5), torch.float32), ("b", (7,), torch.int64), ("a", (2,), torch.uint8)]
+    for _ in range(2):  # found again, the second time
+        found = together.take_all(*wanted)
+        for one, other in zip(found, [single.take(*each) for each in wanted], strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        places = [[each.place for each in own.state.alive] for own in (together, single)]
+        assert places[0] == places[1] and together.state.path == single.state.path
+        together.reset()
+        single.reset()
+
+
 def test_the_peak_names_what_was_alive() -> None:
     registrar = Registrar()
     registrar.take("hidden", (16,), torch.float32)

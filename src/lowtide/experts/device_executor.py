@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves
+from lowtide.core import Costs, Demand, Facts, IntArray, Moves
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
@@ -49,7 +49,6 @@ class DeviceExpertExecutor:
         self._link = device.link
         self._moves: Moves | None = None  # of the layer, once asked for, until they are obeyed
         self.look = device.look
-        self._num_experts = device.ledger.num_experts
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
         """Make exactly `initial[layer]` resident on the device."""
@@ -62,14 +61,13 @@ class DeviceExpertExecutor:
         """Return None: each layer calls Python."""
 
     def facts(self, call: LayerCall, inputs: HostInputs, capacity: IntArray, costs: Costs) -> Facts:
-        """Collect the facts for policies, of the routing that is run if they are the last.
-
-        capacity: [num_layers].
-        """
+        """Collect the facts for policies; capacity: [num_layers]."""
         host, layer = self.host, call.layer
-        self._host_rows = ExpertRows.at_host(inputs.experts, self._num_experts)
         is_here, is_kept, arriving_s, busy_s = self._link.look(layer)
-        demand = self._host_rows.demand(is_here)
+        rows = inputs.rows or ExpertRows.at_host(inputs.experts, len(is_here))
+        num_tokens = np.diff(rows.bounds)
+        experts = np.flatnonzero(num_tokens)
+        demand = Demand(experts, num_tokens[experts], is_here[experts])
         return Facts(
             call.step,
             layer,
@@ -77,7 +75,7 @@ class DeviceExpertExecutor:
             is_kept,
             capacity,
             costs,
-            arriving_s[demand.experts],
+            arriving_s[experts],
             busy_s,
             can_fetch=costs.num_staging > 0,
             routing=inputs.routed,
@@ -100,13 +98,14 @@ class DeviceExpertExecutor:
         self._moves = None
         fetch = assignment.fetch.tolist()
         self._outcome = self._link.begin_layer(work.layer, assignment.fetch)
+        self._host_rows = plan.at_host.rows or work.rows
         self._arrivals: dict[int, Arrival | None] = {}  # by expert to fetch: its copy, if begun
         absent: list[int] = []
         if fetch:
             self._arrivals = self._link.take_arrivals(work.layer, fetch)
-            absent = [expert for expert, arrival in self._arrivals.items() if arrival is None]
-        if not work.rows.counts.is_cpu:
-            work.rows.learn(self._host_rows.counts.numpy())
+            for expert, arrival in self._arrivals.items():
+                if arrival is None:
+                    absent.append(expert)
         wanted = assignment.host
         if absent:
             wanted = np.sort(np.concatenate([wanted, np.array(absent, np.int64)]))

@@ -23,7 +23,7 @@ from lowtide.experts.host_tier import HostTier
 from lowtide.experts.idle_time import IdleTime
 from lowtide.experts.link import Link
 from lowtide.experts.policy_facts import HostInputs, routed_tokens
-from lowtide.experts.rows import LayerCall, is_long
+from lowtide.experts.rows import ExpertRows, LayerCall, is_long
 from lowtide.experts.slots import NO_SLOT
 from lowtide.experts.work import Plan
 from lowtide.memory.pinned_copies import to_host
@@ -100,12 +100,13 @@ class DeviceTier:
         It is the layer's one synchronisation. A long pass leaves its input on the device.
         """
         x, (experts, weights), scores = call.x, call.routing, call.scores
+        num_experts = self.ledger.num_experts
         if is_long(len(x)):
             experts, routed = experts.cpu(), None
             if policies.asks_routing:
                 scores = None if scores is None else scores.cpu()
                 routed = routed_tokens(experts, weights.cpu(), scores)
-            return HostInputs(None, experts, routed)
+            return HostInputs(None, experts, routed, rows=ExpertRows.at_host(experts, num_experts))
         predicted, gate, prefetch = None, self.early_gate, policies.prefetch
         if gate is not None and not isinstance(prefetch, NoPrefetch):
             if prefetch.wants_prediction(call.layer + 1):
@@ -115,7 +116,9 @@ class DeviceTier:
         host_x, experts = self.device.to_host(x, experts)
         self._idle.end()
         routed = routed_tokens(experts, weights, scores) if policies.asks_routing else None
-        return HostInputs(host_x, experts, routed, None if predicted is None else predicted.numpy())
+        rows = ExpertRows.at_host(experts, num_experts)
+        tokens = None if predicted is None else predicted.numpy()
+        return HostInputs(host_x, experts, routed, tokens, rows)
 
     def look_ahead(self, plan: Plan, outcome: PrefetchOutcome | None) -> None:
         """Queue the prefetches that the policy wants for the next layer.

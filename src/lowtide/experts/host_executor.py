@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -197,7 +197,7 @@ class HostExpertExecutor:
 
     def submit_first(self, expert: int) -> None:
         """Hand over an expert before all others, because its slot is needed."""
-        pieces = self._pieces(expert)
+        pieces = self._pieces([expert])
         self._ready.extendleft(reversed(pieces))
         for _ in pieces:
             self._start(self._run_ready)
@@ -222,12 +222,9 @@ class HostExpertExecutor:
         return bool(self._working)
 
     def _submit(self, experts: Sequence[int]) -> None:
-        num_pieces = 0
-        for expert in experts:
-            pieces = self._pieces(expert)
-            self._ready.extend(pieces)
-            num_pieces += len(pieces)
-        for _ in range(min(num_pieces, self.threads.num_threads)):
+        pieces = self._pieces(experts)
+        self._ready.extend(pieces)
+        for _ in range(min(len(pieces), self.threads.num_threads)):
             self._start(self._run_ready)
 
     def _start(self, call: Call) -> None:
@@ -245,20 +242,21 @@ class HostExpertExecutor:
         pairs = list(zip(experts, is_few.tolist(), strict=True))
         return [e for e, few in pairs if few], [e for e, few in pairs if not few]
 
-    def _pieces(self, expert: int) -> list[tuple[Call, Call]]:
-        """List the calls of an expert's rows, each with its follow-up; the last frees its slot."""
-        tile, slot, num_ended = self._tile, self.reads.slots[expert], itertools.count(1)
-        pieces = tile.rows.pieces(expert)
-
-        def end() -> None:
-            if next(num_ended) == len(pieces):
-                self._give_back(tile, [expert])
-
+    def _pieces(self, experts: Sequence[int]) -> list[tuple[Call, Call]]:
+        """List the calls of experts' rows, each with its follow-up; the last frees the slot."""
+        tile, slots = self._tile, self.reads.slots
         calls: list[tuple[Call, Call]] = []
-        for piece in pieces:
-            call = partial(self._run, tile, piece, slot)
-            calls.append((self._paced([piece.stop - piece.start], call), end))
+        for expert in experts:
+            pieces = tile.rows.pieces(expert)
+            end = partial(self._end, tile, expert, itertools.count(1), len(pieces))
+            for piece in pieces:
+                call = partial(self._run, tile, piece, slots[expert])
+                calls.append((self._paced([piece.stop - piece.start], call), end))
         return calls
+
+    def _end(self, tile: HostTile, expert: int, num_ended: Iterator[int], num_pieces: int) -> None:
+        if next(num_ended) == num_pieces:
+            self._give_back(tile, [expert])
 
     def _give_back(self, tile: HostTile, experts: Sequence[int]) -> None:
         for expert in experts:

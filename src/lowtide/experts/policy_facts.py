@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import BoolArray, Demand, IntArray, RoutedTokens
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import ExpertRows, Routing
 from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import Buffers
 
@@ -21,6 +21,7 @@ class HostInputs(NamedTuple):
     experts: Tensor  # [tokens, k] int64
     routed: RoutedTokens | None = None  # the routing, for policies that ask for it
     predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
+    rows: ExpertRows | None = None  # the pairs of `experts`, beside a device
 
 
 def routed_tokens(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:

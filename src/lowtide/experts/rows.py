@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import BoolArray, Demand, IntArray, MoEShape, Step
+from lowtide.core import IntArray, MoEShape, Step
 from lowtide.kernels.operands import SortedPairs
 from lowtide.memory.workspace import TILE_ROWS, Buffers
 
@@ -181,12 +181,6 @@ class ExpertRows:
         rows._num_chunks = self._num_chunks
         rows.learn(np.diff(bounds))
         return rows
-
-    def demand(self, is_resident: BoolArray) -> Demand:
-        """Return the demand of rows in host memory; is_resident: [num_experts]."""
-        num_tokens: IntArray = self.counts.numpy()
-        experts = np.flatnonzero(num_tokens)
-        return Demand(experts, num_tokens[experts], is_resident[experts])
 
     def num_tokens(self, experts: IntArray | list[int]) -> IntArray:
         """Return the number of pairs of some experts."""

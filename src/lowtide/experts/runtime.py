@@ -276,7 +276,9 @@ class ExpertRuntime:
             whole = self.device.whole(call.layer, self.capacity)
         if whole is None:
             call, plan = self._decide(call)
-        work = Work(call, self._shape, executor.kernels)
+        rows = None if plan is None else plan.at_host.rows
+        bounds = None if rows is None else rows.bounds
+        work = Work(call, self._shape, executor.kernels, bounds)
         if whole is not None:
             num_rows = len(work.rows.token_of)
             self.stats.num_expert_rows += num_rows
@@ -301,7 +303,8 @@ class ExpertRuntime:
             substituted = policies.substitute(facts)
         if substituted is not None:
             routing, experts = substituted_routing(substituted, call.routing, call.workspace)
-            at_host = at_host._replace(experts=experts, routed=substituted)
+            rows = at_host.rows and ExpertRows.at_host(experts, self._shape.num_experts)
+            at_host = at_host._replace(experts=experts, routed=substituted, rows=rows)
             call = call._replace(routing=routing)
             run = self._facts(call, at_host)
         if self._alone is not None:

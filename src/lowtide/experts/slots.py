@@ -44,13 +44,6 @@ class FreeSlots:
         first, count = self.state.tolist()
         return iter(np.roll(self.ring, -first)[:count].tolist())
 
-    def take(self, num_slots: int) -> list[int]:
-        """Remove and return the first slots; there must be so many."""
-        first, count = self.state.tolist()
-        slots: list[int] = self.ring.take(range(first, first + num_slots), mode="wrap").tolist()
-        self.state[:] = (first + num_slots) % len(self.ring), count - num_slots
-        return slots
-
     def add(self, *slots: int) -> None:
         first, count = self.state.tolist()
         for end, slot in enumerate(slots, first + count):
@@ -122,9 +115,11 @@ class SlotLedger:
 
     def take_several(self, num_slots: int) -> list[int]:
         """Take so many free slots."""
-        if self.free.state[1] < num_slots:
+        ring, (first, count) = self.free.ring, self.free.state.tolist()
+        if count < num_slots:
             raise InternalError(f"All {self.num_slots} expert slots are in use.")
-        slots = self.free.take(num_slots)
+        slots: list[int] = ring.take(range(first, first + num_slots), mode="wrap").tolist()
+        self.free.state[:] = (first + num_slots) % len(ring), count - num_slots
         self.owner[slots] = TAKEN
         return slots
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core import Facts, MoEShape, Moves, align_up
+from lowtide.core import Facts, IntArray, MoEShape, Moves, align_up
 from lowtide.experts.policy_facts import HostInputs
 from lowtide.experts.rows import ExpertRows, LayerCall, take_buffers, take_terms
 from lowtide.kernels.reference import Kernels
@@ -47,15 +47,24 @@ class Tile(NamedTuple):
 class Work:
     """Tokens of one layer, their experts, and the sum of the experts' outputs."""
 
-    def __init__(self, call: LayerCall, shape: MoEShape, kernels: Kernels) -> None:
-        """Sort the pairs; kernels: of the device that the rows are on."""
+    def __init__(
+        self,
+        call: LayerCall,
+        shape: MoEShape,
+        kernels: Kernels,
+        bounds: IntArray | None = None,
+    ) -> None:
+        """Sort the pairs; kernels: of the device that the rows are on.
+
+        bounds: of the sorted pairs, if they are known.
+        """
         self.layer, self.x = call.layer, call.x
         self._routing, self._out, self._workspace = call.routing, call.out, call.workspace
         self._kernels = kernels
         self.buffers, self._terms = take_buffers(call.workspace, shape, call.x)
         experts, chunk_ends = call.routing.experts, call.chunk_ends
         pairs = kernels.sort_pairs(experts, shape.num_experts)
-        self.rows = ExpertRows(pairs)
+        self.rows = ExpertRows(pairs, bounds)
         if chunk_ends:
             self.rows = ExpertRows.of_chunks(pairs, experts, chunk_ends)
 

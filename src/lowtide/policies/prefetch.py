@@ -211,12 +211,12 @@ class PaysOff(Prefetch):
 
     def choose(self, ahead: Ahead) -> IntArray:
         layer = ahead.layer
-        is_watched = self._is_watched(layer)
-        self._num_steps += layer <= self._last_layer
-        self._last_layer = layer
         # It may have been switched on after the early gate was passed over.
         is_foretold = ahead.predicted is not None or self.gate is Gate.NONE
-        if not (is_watched and is_foretold):
+        is_watched = is_foretold and self._is_watched(layer)
+        self._num_steps += layer <= self._last_layer
+        self._last_layer = layer
+        if not is_watched:
             return NO_EXPERTS
         chosen = self._inner.choose(ahead)
         if self.is_on:
