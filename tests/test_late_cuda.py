@@ -186,7 +186,7 @@ def test_host_slots_go_to_a_system_that_runs_short(
     """What they have then is one pinned range, and the words are the same throughout."""
     system, module = SimpleNamespace(free_bytes=1 << 40), "lowtide.engine.running.moving_slots"
     monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: system.free_bytes)
-    monkeypatch.setattr(f"{module}._LOOK_S", 0.0)
+    monkeypatch.setattr(f"{module}.LOOK_S", 0.0)
     with late_cuda(monkeypatch, seed=2, haste=0.2) as gpu:
         if not is_pinned:
             monkeypatch.setattr(gpu.cudart, "cudaHostRegister", lambda *_: 2)
@@ -202,7 +202,7 @@ def test_host_slots_go_to_a_system_that_runs_short(
                 system.free_bytes = free_bytes
                 for _ in range(2):
                     small_case.check(llm)
-                    arena = home._slots.arena
+                    arena = home.slots.arena
                     assert llm.stats()["num_host_slots"] == num_slots
                     found = gpu.cudart.ranges.get(arena.bytes.data_ptr())
                     assert found == (arena.committed_bytes if is_pinned else None)
