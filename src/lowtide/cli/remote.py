@@ -32,9 +32,10 @@ KEYS = ("LOWTIDE_API_KEY", "OPENAI_API_KEY")
 _TIMEOUT_S = 600.0  # without a byte: a long prompt may take its time
 _MAX_BYTES = 1 << 20  # of a line, or of an answer that is no stream
 
-SENT = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
+_NOT_SENT = ("n", "logprobs")  # a conversation has one answer, and shows no probabilities
+
+SENT = tuple(
+    name for name in field_names(SamplingParams) if name not in (*_NOT_SENT, "stop", "diffusion")
 )
 """Fields sent if they are set, beside `stop` and the diffusion parameters."""
 

@@ -93,9 +93,7 @@ class Reading(NamedTuple):
     @property
     def is_filtered(self) -> bool:
         """True if filters reduce the vocabulary before probabilities are measured."""
-        sampling = self.sampling
-        has_filter = bool(sampling.top_k or sampling.min_p) or (sampling.top_p or 1) < 1
-        return self.is_measured_as_drawn and has_filter
+        return self.is_measured_as_drawn and self.sampling.is_filtered
 
 
 def read_rows(logits: Tensor, reading: Reading, positions: IntArray, num_steps: int) -> Candidates:

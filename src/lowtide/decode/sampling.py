@@ -28,11 +28,12 @@ _log = logging.getLogger(__name__)
 TINY = torch.finfo(torch.float32).tiny
 
 
-class Sampling(NamedTuple):
-    """Parameters for choosing a request's tokens.
+FILTERS = {"top_k": 0, "top_p": 1, "min_p": 0}
+"""Parameters that affect draws only -> the value that turns one off, as None does."""
 
-    `top_k`, `top_p` and `min_p` affect draws only.
-    """
+
+class Sampling(NamedTuple):
+    """Parameters for choosing a request's tokens."""
 
     temperature: float = 0.0  # 0 is the arg-max
     top_k: int | None = None
@@ -43,6 +44,11 @@ class Sampling(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Sampling:
         return cls(params.temperature or 0.0, params.top_k, params.top_p, seed, params.min_p)
+
+    @property
+    def is_filtered(self) -> bool:
+        """True if filters reduce the vocabulary."""
+        return bool(filters_in(self))
 
 
 class ArgMax:
@@ -237,11 +243,15 @@ def _draw(row: Tensor, sampling: Sampling, position: int, num_passes: int) -> tu
     return int(choice if ids is None else ids[choice]), float(probability[choice])
 
 
+def filters_in(params: SamplingParams | Sampling) -> dict[str, float]:
+    """Return the filters that are on, by name."""
+    given = {name: getattr(params, name) for name in FILTERS}
+    return {name: value for name, value in given.items() if value not in (None, FILTERS[name])}
+
+
 def tell_if_never_drawn(params: SamplingParams) -> None:
     """Warn that filters have no effect at temperature 0, where no token is drawn."""
-    off = {"top_k": 0, "top_p": 1, "min_p": 0}
-    given = {name: getattr(params, name) for name in off}
-    filters = ", ".join(f"{n} {value}" for n, value in given.items() if value not in (None, off[n]))
+    filters = ", ".join(f"{name} {value}" for name, value in filters_in(params).items())
     if filters and not params.temperature:
         _warn_of_no_draws(filters)
 

@@ -16,6 +16,17 @@ from lowtide.serve.service import Service
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
+_GAUGES = {
+    "num_requests_running": ("num_requests_running", "Requests that run."),
+    "num_requests_waiting": ("num_requests_waiting", "Requests that wait for room."),
+    "num_tokens_waiting": ("num_tokens_waiting", "Prompt tokens of requests that wait."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "Share of the KV cache that running requests use."),
+    "hit_rate": ("expert_hit_rate", "Share of the experts asked for that were resident."),
+    "num_moves_waiting": ("expert_moves_waiting", "Experts that are to become resident."),
+    "num_prefetches_waiting": ("expert_prefetches_waiting", "Prefetched experts not used yet."),
+}
+"""Name of a present value, the queue's or one in `stats()` -> its Prometheus name, description."""
+
 _ENGINE_COUNTERS = {
     "num_hits": ("expert_cache_hits", "Experts that a pass asked for and were resident."),
     "num_misses": ("expert_cache_misses", "Experts that a pass asked for and were not resident."),
@@ -43,7 +54,7 @@ _ENGINE_COUNTERS = {
     "forwards": ("forward_passes", "Passes that read prompts or write answers."),
     "generation_s": ("forward_seconds", "Seconds in these passes."),
 }
-"""Engine's name of a counter -> its Prometheus name and description."""
+"""Name of a counter in `stats()` -> its Prometheus name and description."""
 
 
 class Metrics:
@@ -111,17 +122,15 @@ class _Now(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         admission = self._service.admission
-        gauges = {
+        values = {
+            **self._stats,
             "num_requests_running": admission.num_running,
             "num_requests_waiting": admission.num_waiting,
             "num_tokens_waiting": admission.num_waiting_tokens,
-            "kv_cache_usage_perc": self._stats.get("kv_cache_usage", 0.0),
-            "expert_hit_rate": self._stats.get("hit_rate", 1.0),
-            "expert_moves_waiting": self._stats.get("num_moves_waiting", 0),
-            "expert_prefetches_waiting": self._stats.get("num_prefetches_waiting", 0),
         }
-        for name, value in gauges.items():
-            yield self._labelled(GaugeMetricFamily, name, name.replace("_", " "), value)
+        for key, (name, help_text) in _GAUGES.items():
+            if key in values:
+                yield self._labelled(GaugeMetricFamily, name, help_text, values[key])
         refused = ("num_requests_refused", "Requests refused because the queue was full.")
         yield self._labelled(CounterMetricFamily, *refused, admission.num_refused)
         for key, (name, help_text) in _ENGINE_COUNTERS.items():

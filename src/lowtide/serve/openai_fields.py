@@ -55,7 +55,7 @@ class StreamOptions(BaseModel):
 
 
 class DrawFields(BaseModel):
-    """Fields that control how tokens are drawn, in every API."""
+    """Fields of `SamplingParams` that control how tokens are drawn, in every API."""
 
     model_config = ConfigDict(strict=True)
 
@@ -71,21 +71,17 @@ class DrawFields(BaseModel):
 
     def drawn(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         """Return the sampling parameters; `more`: further fields. Raise UsageError."""
+        asked = {name: getattr(self, name) for name in DrawFields.model_fields}
+        # 0 and -1 turn a filter off, whatever the model's publisher recommends.
+        if self.top_k is not None:
+            asked["top_k"] = max(self.top_k, 0)
+        if self.top_p is not None:
+            asked["top_p"] = max(self.top_p, MIN_TOP_P)
+        if self.seed is not None:
+            asked["seed"] = self.seed % (MAX_SEED + 1)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            # 0 and -1 turn a filter off, whatever the model's publisher recommends.
-            top_k=None if self.top_k is None else max(self.top_k, 0),
-            top_p=None if self.top_p is None else max(self.top_p, MIN_TOP_P),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            seed=None if self.seed is None else self.seed % (MAX_SEED + 1),
-            stop=[each for each in stop if each],
-            **more,
-        )
+        asked["stop"] = [each for each in stop if each]
+        return SamplingParams(max_tokens=max_tokens, **asked, **more)
 
 
 class DiffusionFields(BaseModel):
