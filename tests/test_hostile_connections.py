@@ -126,6 +126,19 @@ def test_a_client_that_sends_no_more_is_answered(running: Running, stream: bool)
         assert len(ids_in(said[said.index(b"HTTP/1.1 200 ") :])) == 60
 
 
+@pytest.mark.parametrize("size", [1, connection.PART_BYTES, 5 * connection.PART_BYTES])
+def test_a_client_that_sends_no_more_is_answered_all_that_it_has_sent(
+    running: Running, size: int
+) -> None:
+    """However long a request is, and however many were sent at once."""
+    one = completion(user="a" * size)
+    assert len(ids_in(said_to(running, one, is_half=True).partition(b"1.1 200 ")[2])) == 6
+    several = one.replace(b"Connection: close\r\n", b"", 1) * 3
+    assert said_to(running, several, is_half=True).count(b"HTTP/1.1 200 ") == 3
+    refused = b"GET /" + b"a" * min(size, 60_000) + b" HTTP/1.1\r\n" + HOST + b"\r\n"
+    assert b" 404 " in said_to(running, refused, is_half=True)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_of_http_1_0_that_sends_no_more_is_answered(
     running: Running, stream: bool

@@ -88,22 +88,18 @@ class Connection(H11Protocol):
             self._feed(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep answering a whole request: a client that sends no more may still read.
+        """Keep answering whole requests: a client that sends no more may still read.
 
         Only writing shows that the client has gone. So interim (102) answers are written until the
         real one begins. HTTP/1.0 has none; there TCP keep-alive notices within about a minute.
         """
-        self._is_half = self._is_answering
-        if self._is_half and self._probing is None:
-            if self.scope["http_version"] == "1.0":
-                self._keep_alive()
-            self._probe(PROBE_S[0])
-        return self._is_half
+        self._is_half = True
+        return bool(self._unread) or self._goes_on()
 
     def on_response_complete(self) -> None:
-        """Close a half-closed connection: no further request can come."""
+        """Close a half-closed connection behind the last request that has come."""
         super().on_response_complete()
-        if self._is_half:
+        if self._is_half and not self._unread and not self._goes_on():
             self.transport.close()
 
     def pause_writing(self) -> None:
@@ -159,6 +155,16 @@ class Connection(H11Protocol):
         if self._unread:
             self._feed_soon()
         self._feed(part)
+        if self._is_half and not self._unread and not self._goes_on():
+            self.transport.close()
+
+    def _goes_on(self) -> bool:
+        """Return True if a half-closed connection still has a request to answer."""
+        if self._is_answering and self._probing is None:
+            if self.scope["http_version"] == "1.0":
+                self._keep_alive()
+            self._probe(PROBE_S[0])
+        return self._is_answering
 
     def _feed(self, data: bytes) -> None:
         super().data_received(data)
