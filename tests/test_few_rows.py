@@ -479,6 +479,8 @@ def test_an_interrupt_while_experts_behind_torchs_router_are_read(tmp_path: Path
             patch.setattr(engine.experts.host.transfer, "start", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 decoded(engine, 1)
+        ledger = engine.experts.host.ledger
+        assert ledger.num_free + ledger.num_resident == ledger.num_slots
         assert are_equal(decoded(engine, 1), expected)
 
 

@@ -13,16 +13,15 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import write_ling
 from gguf_oracle import small_ling
-from test_few_rows import are_equal, check_poisoned, compiled, decoded, one_by_one, opened  # noqa: F401
+from test_few_rows import are_equal, calls_counted, check_poisoned, decoded, one_by_one, opened
+from test_few_rows import compiled as compiled  # a fixture
 from test_gguf_models import MIXED, SMALL, choosing, write
 from whole import rows_asked
 
-from lowtide.engine.running.engine import Engine
 from lowtide.formats.plain import plain_format
 from lowtide.kernels import choice
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.kernels.layer_parts import LayerParts, NormParts
-from lowtide.layers.few_rows import WholeLayer
 from lowtide.model_writing.synth import synth
 
 FORMATS: Mapping[str, Mapping[str, str]] = {
@@ -87,19 +86,17 @@ def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> N
     rows of the first of them.
     """
     with opened(path, **options) as engine:
-        assert all(isinstance(each, WholeLayer) for each in layers_of(engine))
         with one_by_one():
             expected = [decoded(engine, *shape) for shape in shapes]
-        for shape, each in zip(shapes, expected, strict=True):
-            assert are_equal(decoded(engine, *shape), each)
+        with calls_counted() as counts:
+            for shape, each in zip(shapes, expected, strict=True):
+                assert are_equal(decoded(engine, *shape), each)
+        of_rows = {count for index, count in enumerate(counts) if index % 4}  # not of prompts
+        assert of_rows <= {1, engine.model.config.num_layers}
     with opened(path, 0.3, policy="lru", **options) as engine:
         for shape, each in zip(shapes, expected, strict=True):
             assert are_equal(decoded(engine, *shape), each)
         assert engine.as_dict()["num_misses"] > 0
-
-
-def layers_of(engine: Engine) -> list[WholeLayer | None]:
-    return [block.whole for block in engine.model._blocks]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +170,8 @@ def test_a_layer_without_a_matrix_of_its_own(folders: dict[str, Path]) -> None:
     """Its attention and its experts computed by themselves, and no shared one."""
     kernels = choice.choose_kernels("auto", torch.bfloat16)
     with opened(folders["qwen3_moe"]) as engine:
-        moe = engine.model._blocks[0]._moe
+        router = engine.model.routers[0]
         norm = torch.ones(engine.model.config.hidden_size, dtype=torch.bfloat16)
-        parts = LayerParts(None, NormParts(norm, 1e-6), moe.router.parts(), None, None)
+        parts = LayerParts(None, NormParts(norm, 1e-6), router.parts(), None, None)
         whole = kernels.whole_layer(parts)
         assert whole is not None and whole.max_rows > 0 and whole.max_expert_rows == 0

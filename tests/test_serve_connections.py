@@ -146,8 +146,14 @@ def test_each_request_of_a_connection_has_its_own_time(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connected(running) as client:
-        for pause_s in (0.0, 0.6, 0.0):  # longer than a request may take
-            client.sendall(GET_HEALTH)
+        for part_s, pause_s in (
+            (0.0, 0.0),
+            (0.1, 0.6),
+            (0.0, 0.0),
+        ):  # longer than a request may take
+            client.sendall(GET_HEALTH[:20])
+            time.sleep(part_s)
+            client.sendall(GET_HEALTH[20:])
             assert answer(client).startswith(b"HTTP/1.1 200 ")
             monkeypatch.setattr(connection, "RECEIVE_S", 0.5)
             time.sleep(pause_s)
