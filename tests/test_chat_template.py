@@ -379,11 +379,11 @@ def test_one_process_renders_them_all_and_another_after_a_limit() -> None:
 )
 def test_whatever_a_template_raises_is_told_in_one_sentence(template: str) -> None:
     assert render("{{ 1 + 1 }}", HELLO) == "2"
-    child = TEMPLATES._child
+    [child] = renderers()
     with pytest.raises(UsageError, match=r"chat template failed: [^\n]*[^.\n]\.\Z") as error:
         render(template, HELLO)
     assert "Traceback" not in str(error.value)
-    assert TEMPLATES._child is child
+    assert renderers() == [child]
 
 
 def test_a_process_that_was_killed_is_another_one_next_time() -> None:
