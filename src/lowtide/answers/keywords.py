@@ -36,9 +36,9 @@ class ModelKeywords(TypedDict, total=False):
     """Option of the emulated device, such as link_GBps=2."""
 
     context: int | None
-    """Most tokens of prompt and answer, such as 8192 or 8k; where all experts fit, and on a GPU,
-    running requests share them. Default: the model's, at most 4,096 (serve: more, where memory
-    allows)."""
+    """Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all
+    experts fit, it is also the most of all running requests. Default: the model's, at most 4,096
+    (serve: more, where memory allows)."""
 
     dtype: str | None
     """Data type to compute in, such as float32; default: the checkpoint's."""

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 LIST, CLEAR = "list", "clear"
 
 
-@takes("cache_dir", Group.OUTPUT)
+@takes(
+    "cache_dir",
+    Group.OUTPUT,
+    help_texts={"cache_dir": "The folder that models are run with; it must be given."},
+)
 def cache(
     action: Annotated[
         str, typer.Argument(help="list, or clear: remove all of them.", metavar="list|clear")

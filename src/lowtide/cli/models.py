@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     },
 )
 def synth(
-    family: Annotated[str, typer.Argument(help=f"A model family: {', '.join(own_names())}.")],
+    family: Annotated[
+        str, typer.Argument(help=f"A model family: {', '.join(own_names())}.", metavar="FAMILY")
+    ],
     *,
     settings: Settings,
 ) -> None:
@@ -60,7 +62,10 @@ def synth(
     "out",
     Group.HUB,
     Group.OUTPUT,
-    help_texts={"out": "The folder to write, itself a model; an interrupted run resumes there."},
+    help_texts={
+        "format": "Format to write: q8 or q4, weights rounded to 8 or 4 bits.",
+        "out": "The folder to write, itself a model; an interrupted run resumes there.",
+    },
 )
 def pack(model: ModelName, *, settings: Settings) -> None:
     """Save a model with weights rounded to 8 or 4 bits: smaller, and faster to read.
@@ -106,7 +111,10 @@ def _pack_experts(model: str, settings: Settings) -> None:
 @takes(Group.HUB, Group.OUTPUT, unlisted=("offline",))
 def pull(
     model: Annotated[
-        str, typer.Argument(help="A hub id: org/name, org/name@revision or org/name:Q4_K_M.")
+        str,
+        typer.Argument(
+            help="A hub id: org/name, org/name@revision or org/name:Q4_K_M.", metavar="MODEL"
+        ),
     ],
     *,
     settings: Settings,

@@ -123,7 +123,10 @@ def load_arrays(
         raise StorageError(text) from reason
     except _DAMAGE as reason:
         told = f"{path} is not a lowtide {noun} that can be read: {str(reason).rstrip('.')}"
-        raise UsageError(f"{told}; {made_again(maker)}.") from None
+        way_out = made_again(maker)
+        if isinstance(reason, zipfile.BadZipFile):  # perhaps another program's, not to be removed
+            way_out = f"name another file or, if it is a damaged {noun}, {way_out}"
+        raise UsageError(f"{told}; {way_out}.") from None
 
 
 def made_again(maker: str) -> str:

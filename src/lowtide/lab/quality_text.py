@@ -31,9 +31,9 @@ class Scope:
     mask_ratios: tuple[float, ...] = (0.15, 0.5, 0.9)
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "window_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name, given in (("tokens", self.num_tokens), ("window", self.window_tokens)):
+            if given < 1:
+                raise UsageError(f"{name} must be at least 1, not {given}.")
         ratios = self.mask_ratios
         if not ratios or len(set(ratios)) < len(ratios) or not all(0 < r <= 1 for r in ratios):
             raise UsageError(

@@ -34,7 +34,9 @@ def no_file_told(path: Path) -> str:
         return told
     names = {name.lower(): name for name in _names(first.parent)}
     near = [names[n] for n in difflib.get_close_matches(first.name.lower(), names, 3, _NEAR)]
-    return f"{told} Near: {', '.join(str(first.parent / name) for name in near)}." if near else told
+    if not near:
+        return f"{told} Give a model's folder, a GGUF file, or org/name of the hub."
+    return f"{told} Near: {', '.join(str(first.parent / name) for name in near)}."
 
 
 def no_model_told(folder: Path) -> str:

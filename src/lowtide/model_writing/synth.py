@@ -168,7 +168,7 @@ def _prepare_folder(out: Path) -> None:
     if len(leavings) < len(present):
         other = next(path for path in present if path not in leavings)
         raise UsageError(
-            f"{out} is not empty (it holds {len(present)} files, {other.name} among them); "
+            f"{out} is not empty (it holds {other.name}); "
             "choose a new folder, or empty this one first."
         )
     for path in leavings:

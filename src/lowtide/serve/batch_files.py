@@ -267,7 +267,10 @@ def _parsed(line: bytes, number: int) -> dict[str, Any]:
     try:
         return _checked(json.loads(line), number)
     except (ValueError, RecursionError):
-        raise UsageError(f"Line {number} of the input is not JSON.") from None
+        raise UsageError(
+            f"Line {number} of the input is not JSON; each line is one request, "
+            "an object in OpenAI's batch format."
+        ) from None
 
 
 def _checked(read: object, number: int) -> dict[str, Any]:

@@ -61,9 +61,9 @@ class EngineConfig:
         "Option of the emulated device, such as link_GBps=2.", dict, name="device_option"
     )
     context: int | None = _engine(
-        "Most tokens of prompt and answer, such as 8192 or 8k; where all experts fit, and on a "
-        "GPU, running requests share them. Default: the model's, at most 4,096 (serve: more, "
-        "where memory allows).",
+        "Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all "
+        "experts fit, it is also the most of all running requests. Default: the model's, at most "
+        "4,096 (serve: more, where memory allows).",
         low=1,
         high=2**28,
         is_common=True,

@@ -60,7 +60,7 @@ _MODEL_OPTIONS = {
     help_texts={
         "text": "Text file to score.",
         "plot": "Draw every setting's speed and loss into this file.",
-        "max_tokens": f"Tokens written to time a setting; 0 takes no time. Default: "
+        "max_tokens": f"Tokens written to time a setting; 0 times nothing. Default: "
         f"{DEFAULT_MAX_TOKENS}.",
         "repeats": "How often each setting writes. Default: 3.",
     },
@@ -69,7 +69,7 @@ def quality(model: ModelName, *, settings: Settings) -> None:
     """Compare the quality and speed of settings such as --format q4 with the exact run.
 
     A text, or multiple choice, is scored in decoding's own passes; then settings take turns at
-    writing, --repeats times --max-tokens (0 takes no time). Every --setting is a row, and so is the
+    writing, --repeats times --max-tokens (0 times nothing). Every --setting is a row, and so is the
     exact run at every budget.
     """
     options = settings.engine_options()
@@ -121,7 +121,7 @@ def _combinations(text: str) -> Iterator[QualitySetting]:
     for pair in text.split():
         name, equals, value = pair.partition("=")
         if not (name and equals and value):
-            raise UsageError(f"--setting: {pair!r} is not NAME=VALUE.")
+            raise UsageError(f"--setting: {pair!r} is not NAME=VALUE, such as format=q4.")
         values.setdefault(name, []).append(value)
     for chosen in itertools.product(*values.values()):
         yield _setting(dict(zip(values, chosen, strict=True)))

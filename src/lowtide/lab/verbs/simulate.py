@@ -43,7 +43,7 @@ COMPARED = "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split"
     },
 )
 def simulate(
-    trace: Annotated[str, typer.Argument(help="File from generate --trace.")],
+    trace: Annotated[str, typer.Argument(help="File from generate --trace.", metavar="TRACE")],
     *,
     settings: Settings,
 ) -> None:
