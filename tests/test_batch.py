@@ -342,6 +342,16 @@ def check_kills(folder: Path, num_kills: int, num_asked: int) -> None:
     assert len(texts(target)) == num_asked
 
 
+@pytest.mark.parametrize("depth", [600, 975, 100_000])
+def test_a_line_that_is_nested_too_deeply_is_refused_at_once(tmp_path: Path, depth: int) -> None:
+    """By its number, and not only where it is read from deep within other calls."""
+    source = tmp_path / "in.jsonl"
+    deep = "[" * depth + "]" * depth
+    source.write_text('{"custom_id": "a", "url": "/v1/completions", "body": {"a": ' + deep + "}}")
+    with source.open("rb") as file, pytest.raises(UsageError, match=r"Line 1 .* nested too deeply"):
+        AskedLines(file, None)
+
+
 def test_a_seed_is_the_lines_own_in_any_process() -> None:
     line = {"custom_id": "line-7", "body": {"prompt": "a", "stream": True, "model": "x"}}
     assert body_of(line) == {"prompt": "a", "seed": 3772660831457202119}

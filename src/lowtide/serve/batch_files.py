@@ -35,6 +35,9 @@ SYNC_S = 1.0
 MAX_LINE_BYTES = 64 << 20
 """Longer lines are refused: no request is that long."""
 
+MAX_DEPTH = 512
+"""Deepest nesting of a line: Python reads and writes it from any depth of its own calls."""
+
 
 class Asked(NamedTuple):
     """An input line's position in its file, and the id of its answer."""
@@ -265,12 +268,26 @@ def _indexed(file: IO[bytes], served_name: str | None) -> Iterator[Asked]:
 
 def _parsed(line: bytes, number: int) -> dict[str, Any]:
     try:
-        return _checked(json.loads(line), number)
-    except (ValueError, RecursionError):
+        read = _checked(json.loads(line), number)
+    except ValueError:
         raise UsageError(
             f"Line {number} of the input is not JSON; each line is one request, "
             "an object in OpenAI's batch format."
         ) from None
+    except RecursionError:
+        read = {}
+    level: list[object] = [read]
+    for _ in range(MAX_DEPTH if read else 0):
+        level = [part for each in level for part in _parts(each)]
+        if not level:
+            return read
+    raise UsageError(f"Line {number} of the input is nested too deeply; make it flatter.")
+
+
+def _parts(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
 
 
 def _checked(read: object, number: int) -> dict[str, Any]:
