@@ -159,6 +159,9 @@ class Watched(Workspace):
         self.highest = max(self.highest, self.state.top)
         return tensor
 
+    def take_all(self, *wanted: tuple[str, tuple[int, ...], torch.dtype]) -> list[Tensor]:
+        return [self.take(*each) for each in wanted]
+
 
 class Threads:
     """Runs every piece of work on a thread of a pool, and says that it has as many as told."""

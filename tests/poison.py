@@ -50,10 +50,12 @@ class PoisonedWorkspace(Workspace):
         if before is not None:
             self._poison(before)
 
-    def reset(self, mark: State | None = None) -> None:
-        super().reset(mark)
-        if mark is None:
-            self._poison_all()
+    def take_all(self, *wanted: tuple[str, tuple[int, ...], torch.dtype]) -> list[Tensor]:
+        return [self.take(*each) for each in wanted]
+
+    def reset(self) -> None:
+        super().reset()
+        self._poison_all()
 
     def _poison_all(self) -> None:
         self._buffer[: self._num_usable].fill_(POISON)

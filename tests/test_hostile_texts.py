@@ -34,6 +34,7 @@ from lowtide.model_folder.text_pieces import TextPieces
 from lowtide.model_folder.tokenizer import Tokenizer, TooManyTokens, begin_texts
 from lowtide.parsing.literal_text import gemma_call, python_calls
 from lowtide.parsing.loose_json import loose_json
+from lowtide.parsing.schema_types import SchemaTypes
 from lowtide.parsing.tools import Tool
 from lowtide.parsing.xml_syntax import CODER, GLM, MINIMAX, XmlSyntax
 from lowtide.parsing.xml_text import xml_call
@@ -428,3 +429,19 @@ def test_a_text_that_nothing_closes_is_read_once(name: str) -> None:
             with suppress(LowtideError, ValueError, RecursionError):
                 read(begin + unit * (NUM_CHARS // len(unit)))
             assert time.process_time() - start_s < 0.5, (begin, unit)
+
+
+def test_a_schema_is_read_once_for_all_calls_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+    inner_names = SchemaTypes.inner_names
+
+    def counted(types: SchemaTypes) -> set[str]:
+        nonlocal num_read
+        num_read += 1
+        return inner_names(types)
+
+    monkeypatch.setattr(SchemaTypes, "inner_names", counted)
+    tool = Tool("f", "", {"properties": {f"p {number}": {} for number in range(1000)}})
+    text = f"[{', '.join(['f()'] * 500)}]"
+    assert len(python_calls(text, {"f": tool})) == 500
+    assert num_read <= 2

@@ -101,6 +101,8 @@ from lowtide.llm import LLM
 peaks, running, held, run_pass = [], [], [], worker.run_pass
 
 def watch(engine, decoder):
+    if peaks:  # what came behind the last pass is its own, too
+        peaks[-1] = max(peaks[-1], peak_resident_bytes())
     reset_peak()
     events = run_pass(engine, decoder)
     peaks.append(peak_resident_bytes())

@@ -47,6 +47,9 @@ class Eager:
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def take_all(self, *wanted: tuple[str, tuple[int, ...], torch.dtype]) -> list[Tensor]:
+        return [self.take(*each) for each in wanted]
+
     def give_back(self, *buffers: Tensor) -> None: ...
 
     def scope(self) -> AbstractContextManager[None]:
@@ -54,7 +57,7 @@ class Eager:
 
     def begin(self, counts: Counts) -> None: ...
 
-    def reset(self, mark: None = None) -> None: ...
+    def reset(self) -> None: ...
 
     def library(self, name: str, num_bytes: int) -> None: ...
 
@@ -159,7 +162,9 @@ _planners: dict[int, PassPlanner] = {}
 
 def planner_of(engine: Engine) -> PassPlanner:
     """Made once for each model, since it is not what is tested."""
-    return _planners.setdefault(id(engine), engine.planner.plan_long_passes())
+    if id(engine) not in _planners:
+        _planners[id(engine)] = engine.planner.plan_long_passes()
+    return _planners[id(engine)]
 
 
 @examples(4)

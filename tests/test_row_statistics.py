@@ -64,7 +64,7 @@ class Case:
         mark = self.workspace.state
         found = self.head.statistics(self.hidden, rows, wanted, guidance, form)
         own = RowStatistics(*(None if part is None else part.clone() for part in found))
-        self.workspace.reset(mark)
+        self.workspace.state = mark
         return own
 
 

@@ -146,11 +146,8 @@ def test_each_request_of_a_connection_has_its_own_time(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connected(running) as client:
-        for part_s, pause_s in (
-            (0.0, 0.0),
-            (0.1, 0.6),
-            (0.0, 0.0),
-        ):  # longer than a request may take
+        # The second pause is longer than a request may take.
+        for part_s, pause_s in ((0.0, 0.0), (0.1, 0.6), (0.0, 0.0)):
             client.sendall(GET_HEALTH[:20])
             time.sleep(part_s)
             client.sendall(GET_HEALTH[20:])

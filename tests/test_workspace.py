@@ -58,6 +58,9 @@ class Watched(Workspace):
         self.highest = max(self.highest, self.state.top)
         return tensor
 
+    def take_all(self, *wanted: tuple[str, tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        return [self.take(*each) for each in wanted]
+
 
 @given(programs)
 def test_the_registrar_counts_exactly_what_the_workspace_takes(program: list) -> None:
@@ -100,7 +103,7 @@ def test_marks_and_scopes_give_back_even_after_a_failure(make) -> None:
         raise KeyError
     assert buffers.state == mark
     buffers.take("lost", (10,), torch.float32)
-    buffers.reset(mark)
+    buffers.state = mark
     assert buffers.state.top == top
     buffers.reset()
     assert buffers.state.top == 0

@@ -20,7 +20,7 @@ WEIGHT = 0.02
 """Standard deviation of weights."""
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.uint8]]
-"""Draws so many blocks, [blocks, bytes of one]."""
+"""Draws a number of blocks, [blocks, bytes of one]."""
 
 
 class FileTensor(NamedTuple):

@@ -31,7 +31,7 @@ CHUNK_MULTIPLE = 16
 
 STATE_CHUNK = 64
 """With states, chunks of a prompt end at multiples of it, as layers compute in chunks of so many
-positions. States that are copied elsewhere end no pass."""
+positions. Copies of states elsewhere end no pass."""
 
 
 class Autoregressive(Kind[Causal, CausalSequence, Choice]):

@@ -257,6 +257,8 @@ class KeptSequences:
             periodic = first // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS + SNAPSHOT_TOKENS
             found += range(periodic, stop, SNAPSHOT_TOKENS)
         places = sorted({place for place in found if self._is_copied_at(sequence, place)})
+        # No part of a pass ends within a block, whose rows see each other.
+        places = [place for place in places if not place % sequence.request.block_length]
         sequence.kv.copies_due = {place: place in sequence.cuts for place in places}
         return tuple(places)
 

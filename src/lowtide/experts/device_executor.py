@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from lowtide.core import Costs, Demand, Facts, IntArray, Moves
+from lowtide.errors import InternalError
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
@@ -64,8 +65,7 @@ class DeviceExpertExecutor:
         """Collect the facts for policies; capacity: [num_layers]."""
         host, layer = self.host, call.layer
         is_here, is_kept, arriving_s, busy_s = self._link.look(layer)
-        rows = inputs.rows or ExpertRows.at_host(inputs.experts, len(is_here))
-        num_tokens = np.diff(rows.bounds)
+        num_tokens = np.diff(_rows(inputs).bounds)
         experts = np.flatnonzero(num_tokens)
         demand = Demand(experts, num_tokens[experts], is_here[experts])
         return Facts(
@@ -98,7 +98,7 @@ class DeviceExpertExecutor:
         self._moves = None
         fetch = assignment.fetch.tolist()
         self._outcome = self._link.begin_layer(work.layer, assignment.fetch)
-        self._host_rows = plan.at_host.rows or work.rows
+        self._host_rows = _rows(plan.at_host)
         self._arrivals: dict[int, Arrival | None] = {}  # by expert to fetch: its copy, if begun
         absent: list[int] = []
         if fetch:
@@ -308,3 +308,10 @@ class DeviceExpertExecutor:
         group = ExpertGroup(self._work.layer, experts, slots)
         use = self.device.device.run(group, self._tile.rows, self._work.buffers, after)
         self._link.note_use(group, use)
+
+
+def _rows(inputs: HostInputs) -> ExpertRows:
+    """Return the pairs of a layer's routing, sorted at the host."""
+    if inputs.rows is None:
+        raise InternalError("A layer beside a device has no rows at the host.")
+    return inputs.rows

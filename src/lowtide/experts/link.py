@@ -406,6 +406,7 @@ class Link:
         return arrivals
 
     def _end_prefetch(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
+        """Do as `begin_layer` with prefetches: those that `layer` does not fetch were in vain."""
         self._ahead.clear()
         told, self._unheard = self._unheard, None
         if not self._coming:

@@ -114,7 +114,7 @@ class SlotLedger:
         return slot
 
     def take_several(self, num_slots: int) -> list[int]:
-        """Take so many free slots."""
+        """Take `num_slots` free slots, or none. Raises InternalError if there are fewer."""
         ring, (first, count) = self.free.ring, self.free.state.tolist()
         if count < num_slots:
             raise InternalError(f"All {self.num_slots} expert slots are in use.")

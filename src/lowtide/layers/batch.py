@@ -24,8 +24,8 @@ class Segment:
 
     Position p belongs to block `p // block_length`; a row sees every position of its own and of
     earlier blocks. `block_length` 1 is causal attention. Positions before `first_position` must be
-    in the KV cache already, and so must positions behind the last row that rows see; or they are
-    those of a segment before it in the batch.
+    in the KV cache already, or belong to a segment before it in the batch. Positions behind the
+    last row that rows see must be in the cache.
     """
 
     start: int  # first row in the batch
@@ -64,7 +64,7 @@ class Batch:
 
     token_ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64, absolute
-    segments: tuple[Segment, ...]  # once placed, several of a sequence in parts
+    segments: tuple[Segment, ...]  # once placed: one for each part of a sequence
     step: Step
     logit_rows: int = 0  # most rows whose statistics are requested afterwards, of each kind
     asked: tuple[LogitNeeds, ...] = ()  # the kinds

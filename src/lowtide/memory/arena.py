@@ -1,7 +1,7 @@
 """Memory ranges for tensors, on huge pages where they pay.
 
 The pages under a buffer decide the cost of disk reads into it: huge pages reach two to three times
-the speed of 4 KiB pages (docs/log). An `Arena` keeps all its memory; an `PagedArena` acquires and
+the speed of 4 KiB pages (docs/log). An `Arena` keeps all its memory; a `PagedArena` acquires and
 releases parts of it while its addresses, and tensors over them, stay. Knows nothing of its
 contents.
 """

@@ -237,9 +237,9 @@ class StateStore:
         states.first, states.ends = first, tuple(ends)
 
     def expect(self, states: RangeStates, num_tokens: int) -> None:
-        """Let the pass that has begun fill a snapshot behind a part, which has `num_tokens` tokens.
+        """Let the pass that has begun fill a snapshot behind the sequence's first tokens.
 
-        Raises PageError.
+        num_tokens: of these, where a part of the pass ends. Raises PageError.
         """
         self.new_snapshot(states, num_tokens)
         states.coming[num_tokens] = states.snapshots.pop(num_tokens)

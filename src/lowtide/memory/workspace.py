@@ -144,9 +144,9 @@ class Buffers(ABC):
         """
         self.reset()
 
-    def reset(self, mark: State | None = None) -> None:
-        """Release all that was taken since the state `mark`, or everything."""
-        self.state = self._start if mark is None else mark
+    def reset(self) -> None:
+        """Release everything."""
+        self.state = self._start
 
     @abstractmethod
     def library(self, name: str, num_bytes: int) -> None:

@@ -48,7 +48,8 @@ class TextStream:
     """
 
     _MAX_CHARACTER_TOKENS = 4
-    """Tokens of one character, a byte each: of as many neighbouring places one is no part of it."""
+    """Most tokens of a character, one for each byte: of so many neighbouring places, one is between
+    two characters."""
 
     def __init__(
         self,

@@ -17,9 +17,10 @@ NAME = r"[\w.:/-]{1,256}"
 
 
 def key_pattern(usual: str, names: Iterable[str]) -> str:
-    """Return the pattern of a parameter's name: a usual one, or one of these, however spelled.
+    """Build the pattern of a parameter's name: one of `names`, or what `usual` matches.
 
-    names: of a tool's schema, which its grammar makes the model write as they are.
+    names: from a tool's schema. Its grammar has the model write them unchanged, whatever characters
+    they have.
     """
     others = [name for name in names if name.strip() and re.fullmatch(usual, name) is None]
     return "|".join([*map(re.escape, sorted(others, key=len, reverse=True)), usual])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from lowtide.parsing.call_json import NAME, Call, is_name, json_text, key_pattern, parse_json
@@ -90,6 +90,15 @@ def _read(text: str, spelling: _Spelling, tools: Mapping[str, Tool]) -> list[Cal
         return _Reader(text.strip(), spelling, tools, is_known=False).calls()
 
 
+class _Expected(NamedTuple):
+    """What a tool's schema says of its calls."""
+
+    types: SchemaTypes
+    schemas: Mapping[str, object]  # of its parameters
+    key: re.Pattern[str]  # a name, the schema's own as they are spelled (see `key_pattern`)
+    next_key: re.Pattern[str]  # a name behind a comma
+
+
 class _Reader:
     """Reader of literals from left to right. is_known: a schema says which names can follow."""
 
@@ -104,13 +113,20 @@ class _Reader:
         self._last = re.compile(rf"{_BLANKS},?{_BLANKS}{last}")
         quotes = "|".join(map(re.escape, spelling.quotes))
         self._opening = re.compile(rf"({spelling.prefix})({quotes})")
-        self._expect(())
+        self._expected: dict[str, _Expected] = {}  # by tool; "" is any unknown one
 
-    def _expect(self, names: Iterable[str]) -> None:
-        """Take a schema's names as keys, too (see `key_pattern`)."""
-        key, assign = key_pattern(self._spelling.key, names), re.escape(self._spelling.assign)
-        self._key = re.compile(key)
-        self._next_key = re.compile(rf"{_BLANKS},{_BLANKS}({key}){_BLANKS}{assign}")
+    def _expect(self, name: str) -> _Expected:
+        """Return what a tool's schema lets its calls have; read once for all of them."""
+        tool = self._tools.get(name)
+        name = "" if tool is None else name
+        if name not in self._expected:
+            types = SchemaTypes({} if tool is None else tool.parameters)
+            schemas = types.parameters()
+            names = [*schemas, *types.inner_names()]
+            key, assign = key_pattern(self._spelling.key, names), re.escape(self._spelling.assign)
+            next_key = re.compile(rf"{_BLANKS},{_BLANKS}({key}){_BLANKS}{assign}")
+            self._expected[name] = _Expected(types, schemas, re.compile(key), next_key)
+        return self._expected[name]
 
     def calls(self) -> list[Call]:
         """Return all calls of the text."""
@@ -138,7 +154,7 @@ class _Reader:
         name = self._word(_NAME)
         if not is_name(name) or not self.takes(begin):
             raise NoLiteral("no name")
-        return Call(name, json_text(self._arguments(self._tools.get(name))))
+        return Call(name, json_text(self._arguments(name)))
 
     def takes(self, text: str) -> bool:
         """Take this text, behind blanks, if it is next."""
@@ -156,11 +172,9 @@ class _Reader:
         self._place = found.end()
         return found[0]
 
-    def _arguments(self, tool: Tool | None) -> dict[str, object]:
-        """Take the arguments of a call and its closing bracket."""
-        types = SchemaTypes({} if tool is None else tool.parameters)
-        schemas = types.parameters()
-        self._expect([*schemas, *types.inner_names()])
+    def _arguments(self, tool: str) -> dict[str, object]:
+        """Take the arguments of a tool's call and its closing bracket."""
+        types, schemas, self._key, self._next_key = self._expect(tool)
         is_known = self._is_known and schemas and not types.takes_others()
         values: dict[str, object] = {}
         while not self.takes(self._spelling.close):

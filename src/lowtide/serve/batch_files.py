@@ -275,13 +275,17 @@ def _parsed(line: bytes, number: int) -> dict[str, Any]:
             "an object in OpenAI's batch format."
         ) from None
     except RecursionError:
-        read = {}
+        raise _too_deep(number) from None
     level: list[object] = [read]
-    for _ in range(MAX_DEPTH if read else 0):
+    for _ in range(MAX_DEPTH):
         level = [part for each in level for part in _parts(each)]
         if not level:
             return read
-    raise UsageError(f"Line {number} of the input is nested too deeply; make it flatter.")
+    raise _too_deep(number)
+
+
+def _too_deep(number: int) -> UsageError:
+    return UsageError(f"Line {number} of the input is nested too deeply; make it flatter.")
 
 
 def _parts(value: object) -> list[object]:

@@ -69,11 +69,8 @@ def _renamed(rule: str) -> str:
 
 def _rewritten(part: re.Match[str]) -> str:
     """Return one token of a grammar as it reads inside a JSON string. Raises _NotQuotable."""
-    if (
-        part["string"] is not None
-        and part["end"] is None
-        or (part["regex"] is not None and part["flags"] is None)
-    ):
+    is_open = part["end"] is None and part["flags"] is None
+    if is_open and (part["string"] is not None or part["regex"] is not None):
         return part[0]  # llguidance says that it is not closed
     if part["string"] is not None:
         return json.dumps(json.dumps(json.loads(part["string"]), ensure_ascii=False)[1:-1])
