@@ -92,7 +92,9 @@ def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> N
             for shape, each in zip(shapes, expected, strict=True):
                 assert are_equal(decoded(engine, *shape), each)
         of_rows = {count for index, count in enumerate(counts) if index % 4}  # not of prompts
-        assert of_rows <= {1, engine.model.config.num_layers}
+        # Several rows of some types have each layer's experts between two calls.
+        num_layers = engine.model.config.num_layers
+        assert of_rows <= {1, num_layers, 2 * num_layers}
     with opened(path, 0.3, policy="lru", **options) as engine:
         for shape, each in zip(shapes, expected, strict=True):
             assert are_equal(decoded(engine, *shape), each)

@@ -97,6 +97,7 @@ class _Expected(NamedTuple):
     schemas: Mapping[str, object]  # of its parameters
     key: re.Pattern[str]  # a name, the schema's own as they are spelled (see `key_pattern`)
     next_key: re.Pattern[str]  # a name behind a comma
+    assigned: re.Pattern[str]  # a name that gets a value
 
 
 class _Reader:
@@ -125,7 +126,8 @@ class _Reader:
             names = [*schemas, *types.inner_names()]
             key, assign = key_pattern(self._spelling.key, names), re.escape(self._spelling.assign)
             next_key = re.compile(rf"{_BLANKS},{_BLANKS}({key}){_BLANKS}{assign}")
-            self._expected[name] = _Expected(types, schemas, re.compile(key), next_key)
+            assigned = re.compile(rf"({key}){_BLANKS}{assign}")
+            self._expected[name] = _Expected(types, schemas, re.compile(key), next_key, assigned)
         return self._expected[name]
 
     def calls(self) -> list[Call]:
@@ -174,13 +176,20 @@ class _Reader:
 
     def _arguments(self, tool: str) -> dict[str, object]:
         """Take the arguments of a tool's call and its closing bracket."""
-        types, schemas, self._key, self._next_key = self._expect(tool)
+        types, schemas, self._key, self._next_key, assigned = self._expect(tool)
         is_known = self._is_known and schemas and not types.takes_others()
         values: dict[str, object] = {}
-        while not self.takes(self._spelling.close):
-            name = self._name()
-            if not self.takes(self._spelling.assign):
-                raise NoLiteral("no value")
+        while True:
+            self._skip_blanks()
+            # First, as a name of the schema may look like a quote or the end.
+            if found := assigned.match(self._text, self._place):
+                name, self._place = found[1], found.end()
+            elif self.takes(self._spelling.close):
+                break
+            else:
+                name = self._name()
+                if not self.takes(self._spelling.assign):
+                    raise NoLiteral("no value")
             self._skip_blanks()
             start = self._place
             left = schemas.keys() - {*values, name} if is_known else None
