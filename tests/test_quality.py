@@ -283,7 +283,7 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ([golden], "Give --text FILE"),
         ([demo, "--text", str(good), "--mask-ratios", "0.5,x"], "expected a share"),
         ([demo, "--text", str(good), "--mask-ratios", "2"], "Mask ratios"),
-        ([demo, "--text", str(good), "--tokens", "0"], "num_tokens"),
+        ([demo, "--text", str(good), "--tokens", "0"], "tokens must be"),
         ([demo, "--text", str(good), "--repeats", "-1"], "--repeats"),
         ([demo, "--text", str(good), "--plot", str(tmp_path / "a.gif")], ".png"),
         ([demo, "--text", str(good), "--plot", str(good / "no" / "a.png")], "cannot be written"),
