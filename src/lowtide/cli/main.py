@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 
+_NOT_IMPORTED = (ImportError, MemoryError, SystemError)
+"""Raised by imports without memory; the last one by Python's own compiler."""
+
+
 def main() -> None:
     """Run the command line.
 
@@ -47,7 +51,7 @@ def _imported() -> Callable[[], None]:
 
         install_signal_handlers()
         from lowtide.cli.app import app
-    except (ImportError, MemoryError, OSError) as error:
+    except (*_NOT_IMPORTED, OSError) as error:
         _end_limited(error)
     return app
 
@@ -76,7 +80,7 @@ def _run(app: Callable[[], None]) -> None:
         _end_unread()
     except BrokenPipeError:
         _end_unread()
-    except (ImportError, MemoryError) as error:  # of a verb, before it began
+    except _NOT_IMPORTED as error:  # of a verb, before it began
         _end_limited(error)
     except OSError as error:
         from lowtide.cli.command import EXIT_FAILURE, report_stdout_error
