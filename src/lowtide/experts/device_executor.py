@@ -21,7 +21,7 @@ from lowtide.experts.host_executor import HostExpertExecutor, HostTile
 from lowtide.experts.host_reads import NoReads
 from lowtide.experts.link import Arrival
 from lowtide.experts.policy_facts import HostInputs
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
+from lowtide.experts.rows import ExpertBuffers, LayerCall
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.progress import Progress
 from lowtide.threads.event import WAIT_LIMIT_S, Event
@@ -65,7 +65,10 @@ class DeviceExpertExecutor:
         """Collect the facts for policies; capacity: [num_layers]."""
         host, layer = self.host, call.layer
         is_here, is_kept, arriving_s, busy_s = self._link.look(layer)
-        num_tokens = np.diff(_rows(inputs).bounds)
+        rows = inputs.rows
+        if rows is None:
+            raise InternalError(f"Layer {layer} beside a device has no rows at the host.")
+        num_tokens = np.diff(rows.bounds)
         experts = np.flatnonzero(num_tokens)
         demand = Demand(experts, num_tokens[experts], is_here[experts])
         return Facts(
@@ -98,7 +101,10 @@ class DeviceExpertExecutor:
         self._moves = None
         fetch = assignment.fetch.tolist()
         self._outcome = self._link.begin_layer(work.layer, assignment.fetch)
-        self._host_rows = _rows(plan.at_host)
+        host_rows = plan.at_host.rows
+        if host_rows is None:
+            raise InternalError(f"Layer {work.layer} beside a device has no rows at the host.")
+        self._host_rows = host_rows
         self._arrivals: dict[int, Arrival | None] = {}  # by expert to fetch: its copy, if begun
         absent: list[int] = []
         if fetch:
@@ -308,10 +314,3 @@ class DeviceExpertExecutor:
         group = ExpertGroup(self._work.layer, experts, slots)
         use = self.device.device.run(group, self._tile.rows, self._work.buffers, after)
         self._link.note_use(group, use)
-
-
-def _rows(inputs: HostInputs) -> ExpertRows:
-    """Return the pairs of a layer's routing, sorted at the host."""
-    if inputs.rows is None:
-        raise InternalError("A layer beside a device has no rows at the host.")
-    return inputs.rows
