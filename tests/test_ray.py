@@ -81,7 +81,7 @@ def test_an_engines_share_is_what_its_process_takes(cluster: Cluster) -> None:
 def test_what_no_node_can_hold_is_refused(cluster: Cluster) -> None:
     with pytest.raises(PlanError, match="ray start --memory"):
         share_of(DEMO, {"context": 512}, memory="100MiB")
-    with pytest.raises(UsageError, match="give their number to Ray"):
+    with pytest.raises(UsageError, match="ask Ray for them"):
         share_of(DEMO, {"cores": 1})
     with pytest.raises(UsageError, match="give one of them"):
         app(DEMO, replicas=1, autoscaling={})
