@@ -62,8 +62,9 @@ def _end_limited(error: Exception) -> NoReturn:
         f"lowtide: It cannot be started: {first}. Where memory or open files are limited "
         "(ulimit -v, ulimit -n) raise the limit, else install lowtide again.",
         file=sys.stderr,
+        flush=True,
     )
-    sys.exit(1)
+    os._exit(1)  # at once: what Python does at its end may find no memory either
 
 
 def _run(app: Callable[[], None]) -> None:
