@@ -51,8 +51,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_record_is_one_json_line_with_its_circumstances(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "times", lambda: os.times_result((2.0, 0.25, 1.0, 0.5, 99.0)))
     out = tmp_path / "new" / "rows.jsonl"
     recorder = record.Recorder("thing", {"model": "m"}, out)
     recorder.write("first", {"speed": 1.23456789, "count": 1234567})
@@ -63,6 +64,7 @@ def test_a_record_is_one_json_line_with_its_circumstances(
     assert (first["speed"], first["count"]) == (1.2346, 1234567)
     assert second["what"] == "second"
     assert {"machine", "commit", "date", "settings", "benchmark"} <= first.keys()
+    assert first["processor_s"] == 3.75  # its own and its processes', user and system
 
 
 def test_every_kind_of_limit_wraps_the_command(

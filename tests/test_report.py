@@ -117,6 +117,20 @@ def test_a_claim_is_reproduced_in_the_published_range_or_near_it() -> None:
     assert claim(1.0, 1.3, test="most").is_reproduced
 
 
+def test_a_claims_command_says_the_processor_time_of_its_runs(tmp_path: Path) -> None:
+    one = {"benchmark": "dali", "what": "number", "neutral": 1.0, "num_cases": 1, "of": "a"}
+    values = {"place": "Figure 12", "published": 1.3, "here": 1.28}
+    rows = [_row(**one, **values, processor_s=20.5), _row(**one, **values, processor_s=31.4)]
+    other = {"commit": "ba9876543210", "settings": {"part": "other"}, "processor_s": 7.0}
+    results = _results(tmp_path, *rows, _row(**one, **values, **other), _row())
+    page = blocks(results, Path("docs/evidence.md"))["evidence-dali"]()
+    assert "| `make bench ONLY=dali`, 31 s |" in page  # of the whole run, by its last line
+    both, older = results.lines[1:3], results.lines[3:]
+    assert results.processor_s("dali", both) == 38.4  # of two runs
+    assert results.processor_s("dali", older) is None  # of another script
+    assert results.processor_s("batching", older) is None  # its line does not say it
+
+
 def test_the_newest_clean_run_is_shown(tmp_path: Path) -> None:
     older = _row(date="2026-11-20T10:00:00+00:00", commit="aaaaaaaaaaaa", ratio=1.0)
     dirty = _row(date="2026-11-23T10:00:00+00:00", commit="bbbbbbbbbbbb+", ratio=2.0)

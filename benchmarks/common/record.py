@@ -39,6 +39,7 @@ class Recorder:
             **{name: _rounded(value) for name, value in values.items()},
             "settings": self._settings,
             "machine": {**machine(), "load_1min": round(os.getloadavg()[0], 2)},
+            "processor_s": round(processor_s(), 2),
             "commit": commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
@@ -53,6 +54,12 @@ class Recorder:
 def say(text: str) -> None:
     """A line for people, on standard error: standard output holds JSON lines only."""
     print(text, file=sys.stderr, flush=True)
+
+
+def processor_s() -> float:
+    """Return the processor time of this script so far, and of its processes that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 @functools.cache

@@ -33,6 +33,7 @@ class Claim(NamedTuple):
     neutral: float = 1.0  # the value without any effect
     form: str = "number"
     test: str = "mean"  # what has to be in the range: the mean of the values, all, or the most
+    processor_s: float | None = None  # that the command took, if its lines say so
 
     @property
     def is_reproduced(self) -> bool:
@@ -53,7 +54,8 @@ class Claim(NamedTuple):
             ends = (formatted(end, self.form) for end in (min(self.values), max(self.values)))
             here += f" ({' to '.join(ends)})"
         verdict = "reproduced" if self.is_reproduced else "differs"
-        return (self.of, self.published, here, verdict, self.why, f"`{self.command}`")
+        command = _command(self.command, self.processor_s)
+        return (self.of, self.published, here, verdict, self.why, command)
 
 
 def shown_claims(
@@ -78,7 +80,16 @@ def _claim(results: Results, given: Mapping[str, Any], select: Select) -> Claim:
     own = {name: given[name] for name in ("neutral", "form", "test") if name in given}
     low, high = given["range"]
     at = (given["of"], given["published"], low, high)
-    return Claim(*at, values, lines, given["why"], given["command"], **own)
+    spent = results.processor_s(_script(given["command"]), lines)
+    return Claim(*at, values, lines, given["why"], given["command"], processor_s=spent, **own)
+
+
+def _script(command: str) -> str:
+    return command.rpartition("ONLY=")[2]
+
+
+def _command(command: str, processor_s: float | None) -> Cell:
+    return f"`{command}`" + ("" if processor_s is None else f", {processor_s:,.0f} s")
 
 
 Found = tuple[Sequence[float], Sequence[Line]]
@@ -134,10 +145,11 @@ def dali(results: Results, page: Path, why: Mapping[str, str]) -> str:
         return not_measured("dali")
     command = "make bench ONLY=dali"
     lines = results.newest("dali").of("number")
+    command_cell = _command(command, results.processor_s(_script(command), lines))
     held_out = [line for line in lines if "repeats" not in line.row]
     by_place = {place: [one for one in held_out if one["place"] == place] for place in why}
     rows: list[Row] = [
-        (of, (*_of_place(place, of), why[place], f"`{command}`"))
+        (of, (*_of_place(place, of), why[place], command_cell))
         for place, of in by_place.items()
         if of
     ]

@@ -74,6 +74,11 @@ class Run:
         """Date and time of the last line, UTC."""
         return str(self.lines[-1]["date"])
 
+    @property
+    def processor_s(self) -> float | None:
+        """Processor time of its script up to the last line; None if lines are older than that."""
+        return self.lines[-1].row.get("processor_s")
+
 
 class Results:
     """All lines below a folder."""
@@ -115,6 +120,24 @@ class Results:
         asked += "".join(f", with {what}" for what in with_lines_of)
         reason = "there are no lines" if not runs else _why_refused(runs)
         raise ResultsError(f"Nothing to report of {benchmark!r}{asked}: {reason}.")
+
+    def processor_s(self, script: str, lines: Sequence[Line]) -> float | None:
+        """Return the processor time of a script's runs that these lines are from.
+
+        Returns None if one of the runs does not say it, or none is the script's.
+        """
+        of_script = {
+            (line.path, line.number)
+            for line in lines
+            if line["benchmark"].replace(" ", "_") == script
+        }
+        spent = [
+            run.processor_s
+            for run in self.runs
+            if any((line.path, line.number) in of_script for line in run.lines)
+        ]
+        known = [seconds for seconds in spent if seconds is not None]
+        return sum(known) if known and len(known) == len(spent) else None
 
     def newest_of_each(self, benchmark: str, key: str) -> list[Line]:
         """Return, for each value of a key, its lines in the last run that counts and has it."""
