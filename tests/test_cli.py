@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import lowtide.lab.profiles
 from lowtide.cli import chat, command
-from lowtide.cli.answer import ask_showing, make_view
+from lowtide.cli.answer import Answer, ask_showing, make_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
 from lowtide.cli.conversation import ChatIO, TerminalChat
@@ -203,7 +203,12 @@ class PretendLLM:
         return params
 
     def stats(self) -> dict[str, object]:
-        return {"hit_rate": np.float64(0.75), "bytes_read": np.int64(5), "odd": float("nan")}
+        return {
+            "hit_rate": np.float64(0.75),
+            "tokens_per_s": 2.5,
+            "bytes_read": np.int64(5),
+            "odd": float("nan"),
+        }
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +257,7 @@ def test_json_is_one_object_and_nothing_else() -> None:
     assert answer["usage"] == {**counts, "kv_cache": "exact", "formats": own, "receipt": None}
     assert answer["plan"]["formats"] == own
     assert answer["stats"]["hit_rate"] == 0.75 and answer["stats"]["odd"] is None
-    assert answer["stats"]["tokens_per_s"] > 0
+    assert answer["stats"]["tokens_per_s"] == 2.5
     assert answer["plan"]["minimum_bytes"] == 5 * MIB
     assert "chatters" in result.stderr
     assert PretendLLM.latest.is_closed
@@ -691,19 +696,35 @@ def test_json_is_strict() -> None:
     assert json.loads(json_line(value)) == {"a": 1, "b": [None, [True, None]], "c": [0, 1]}
 
 
+def told_of(usage: Usage, generation_s: float = 1.0, first_s: float = 1.0) -> Answer:
+    completion: Any = Completion([0] * usage.completion_tokens, "", "stop", usage)
+    return Answer([completion], generation_s, first_s, min(1, usage.completion_tokens))
+
+
 def test_speed_line_survives_an_empty_answer() -> None:
-    usage: Any = Usage(1, 0, 0)
-    assert speed_line(usage, 0.0) == "0 tokens · 0.0 tokens/s"
-    assert speed_line(usage, 0.0, {}) == "0 tokens · 0.0 tokens/s · 0 passes in 0.0 s"
+    empty = told_of(Usage(1, 0, 0), 0.0, 0.0)
+    assert speed_line(empty) == "0 tokens · 0.0 tokens/s"
+    assert speed_line(empty, {}) == "0 tokens · 0.0 tokens/s · 0 passes in 0.0 s"
+
+
+def test_a_speed_is_that_of_the_tokens_behind_the_first() -> None:
+    """A plan predicts how fast tokens follow each other; the prompt has a time of its own."""
+    long_prompt = told_of(Usage(900, 11, 11), 9.0, first_s=8.0)
+    assert speed_line(long_prompt) == "11 tokens · 10.0 tokens/s"
+    assert "first after 8.0 s" in speed_line(long_prompt, {})
+    assert speed_line(told_of(Usage(900, 1, 1), 4.0, first_s=4.0)) == "1 token · 0.2 tokens/s"
+    at_once = Answer(told_of(Usage(9, 32, 4)).completions, 4.0, first_s=4.0, num_first=32)
+    assert speed_line(at_once) == "32 tokens · 8.0 tokens/s"  # a block of a diffusion model
 
 
 def test_an_approximation_is_named_where_the_speed_is() -> None:
-    usage: Any = Usage(1, 2, 2, "dual")
-    assert speed_line(usage, 1.0).endswith("approximate: dual cache")
+    usage = Usage(1, 2, 2, "dual")
+    assert speed_line(told_of(usage)).endswith("approximate: dual cache")
     receipt = Receipt(9, 2, (1, 2), 8.0, 1.0, 30, 1)
-    lossy = dataclasses.replace(usage, receipt=receipt)
-    assert speed_line(lossy, 1.0).endswith("3 experts replaced, 12.5% of the router's weight")
-    assert "approximate" not in speed_line(dataclasses.replace(usage, kv_cache="exact"), 1.0)
+    lossy = told_of(dataclasses.replace(usage, receipt=receipt))
+    assert speed_line(lossy).endswith("3 experts replaced, 12.5% of the router's weight")
+    exact = told_of(dataclasses.replace(usage, kv_cache="exact"))
+    assert "approximate" not in speed_line(exact)
     assert "true, false, prefix or dual" in refused("plan", MODEL, "--kv-cache", "all")
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.answers import loaded
-from lowtide.cli.answer import Answer
+from lowtide.cli.answer import Answer, ask
 from lowtide.cli.generate import answer_line
 from lowtide.cli.outlook import outlook, plan_line, prediction_object, speed_text, verdict
 from lowtide.core import MoEShape
@@ -58,6 +58,7 @@ from lowtide.hardware.timing import Sample, Timing
 from lowtide.kernels.choice import possible_names
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
+from lowtide.params import SamplingParams
 from lowtide.plan import FormatPlan, MemoryPlan, PassTime, Prediction, SpeedRange, TierPlan
 
 GIB = 1 << 30
@@ -437,6 +438,13 @@ def test_a_run_is_kept_as_the_model_is_closed(
     assert run.num_missed == run.wait_s == 0.0
 
 
+def test_the_first_tokens_of_several_answers_are_told_apart(folders: dict[str, Path]) -> None:
+    with LLM(folders["qwen3_moe"], device="cpu") as llm:
+        params = SamplingParams(n=3, max_tokens=5, ignore_eos=True)
+        answer = ask(llm, [1, 2, 3], params, is_raw=True)
+    assert answer.num_first == 3 and 0 < answer.first_s < answer.generation_s
+
+
 def test_there_is_one_prediction_for_a_run(folders: dict[str, Path]) -> None:
     """The prediction before an answer is the one after it, whatever was asked."""
     keep(opened(folders["qwen3_moe"]), SPEEDS)
@@ -452,12 +460,10 @@ def test_there_is_one_prediction_for_a_run(folders: dict[str, Path]) -> None:
         [completion] = llm.generate([[1, 2, 3]], max_tokens=4, ignore_eos=True)
         expected = f"{speed_text(prediction.speed)} expected"
         assert plan_line(llm.plan).endswith(expected)
-        after = answer_line(Answer([completion], 1.0), llm, is_verbose=True)
+        answer = Answer([completion], 2.0, first_s=1.0, num_first=1)
+        after = answer_line(answer, llm, is_verbose=True)
         assert expected in after and after.count("expected") == 1
-        assert (
-            answer_line(Answer([completion], 1.0), llm, is_verbose=False)
-            == "4 tokens · 4.0 tokens/s"
-        )
+        assert answer_line(answer, llm, is_verbose=False) == "4 tokens · 3.0 tokens/s"
 
 
 def test_counted_rows_are_of_answers(folders: dict[str, Path]) -> None:

@@ -25,14 +25,24 @@ Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, chat message
 
 
 class Answer(NamedTuple):
-    """The completions of one prompt and the seconds from the request to the last token."""
+    """The completions of one prompt, and when they came."""
 
     completions: list[Completion]
-    generation_s: float
+    generation_s: float  # from the request to the last token
+    first_s: float  # from the request to the first token
+    num_first: int  # tokens that each completion began with; many of a diffusion model's block
 
     @property
     def completion(self) -> Completion:
         return self.completions[0]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second after the first, as a plan predicts them; of all if none came later."""
+        num_tokens = self.usage.completion_tokens
+        if num_tokens > self.num_first and self.generation_s > self.first_s:
+            return (num_tokens - self.num_first) / (self.generation_s - self.first_s)
+        return num_tokens / self.generation_s if self.generation_s > 0 else 0.0
 
     @property
     def usage(self) -> Usage:
@@ -56,9 +66,21 @@ def ask(
     on_event: Callable[[Event], None] | None = None,
 ) -> Answer:
     """Generate without showing anything; `is_raw` leaves thoughts within the text."""
+    from lowtide.decode.request import Committed
+
     start_s = time.perf_counter()
-    completions = llm.generate([prompt], params, on_event, raw=is_raw)
-    return Answer(completions, time.perf_counter() - start_s)
+    first: dict[int, tuple[float, int]] = {}  # by request: seconds until its first tokens, how many
+
+    def note(event: Event) -> None:
+        if isinstance(event, Committed) and event.tokens and event.request not in first:
+            first[event.request] = time.perf_counter() - start_s, len(event.tokens)
+        if on_event is not None:
+            on_event(event)
+
+    completions = llm.generate([prompt], params, note, raw=is_raw)
+    generation_s = time.perf_counter() - start_s
+    first_s = min((seconds for seconds, _ in first.values()), default=generation_s)
+    return Answer(completions, generation_s, first_s, sum(number for _, number in first.values()))
 
 
 def ask_showing(

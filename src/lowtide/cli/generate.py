@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +21,6 @@ from lowtide.cli.report import (
     answer_object,
     json_line,
     plan_table,
-    speed,
     speed_line,
 )
 from lowtide.cli.screen import stderr_console, stdout_console
@@ -121,8 +119,7 @@ def _as_json(model: str, question: Question, params: SamplingParams, settings: S
     with redirect_stdout(sys.stderr), open_llm(model, settings, question) as llm:
         prompt = question.token_ids(llm)
         answer = ask(llm, prompt, params, question.is_raw)
-        stats = _stats(llm.stats(), answer)
-        found = answer_object(answer.completions, stats, llm.plan)
+        found = answer_object(answer.completions, llm.stats(), llm.plan)
         facts = {"kernels": llm.kernels, "chat_template": question.is_templated(llm.tokenizer)}
         return json_line({**found, **facts})
 
@@ -156,10 +153,10 @@ def _on_screen(
 def answer_line(answer: Answer, llm: LLM, is_verbose: bool) -> str:
     """Describe an answer's speed; with `is_verbose` also passes, hit rate and expected speed."""
     if not is_verbose:
-        return speed_line(answer.usage, answer.generation_s)
+        return speed_line(answer)
     prediction = llm.plan.prediction
     expected = None if prediction is None else prediction.speed
-    return speed_line(answer.usage, answer.generation_s, llm.stats(), expected)
+    return speed_line(answer, llm.stats(), expected)
 
 
 def show_plan(llm: LoadedModel, settings: Settings, served: MemoryPlan | None = None) -> None:
@@ -213,12 +210,3 @@ def _print_all(answer: Answer, llm: LLM) -> None:
         print(f"--- answer {number} of {len(answer.completions)}")
         writer.commit(completion.token_ids, completion.text, completion.reasoning)
         writer.finish(completion.text)
-
-
-def _stats(stats: Mapping[str, float], answer: Answer) -> dict[str, float]:
-    num_tokens = answer.usage.completion_tokens
-    times = {
-        "generation_s": answer.generation_s,
-        "tokens_per_s": speed(num_tokens, answer.generation_s),
-    }
-    return {**times, **stats}

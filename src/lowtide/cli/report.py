@@ -20,7 +20,8 @@ from lowtide.files.json_file import as_json
 from lowtide.plan import MemoryPlan, SpeedRange, plan_facts, plan_rows, plan_tiers
 
 if TYPE_CHECKING:
-    from lowtide.answers.completion import Completion, Usage
+    from lowtide.answers.completion import Completion
+    from lowtide.cli.answer import Answer
 
 
 def plan_object(plan: MemoryPlan) -> dict[str, object]:
@@ -73,20 +74,20 @@ def account_table(stats: Mapping[str, float]) -> Table:
 
 
 def speed_line(
-    usage: Usage,
-    generation_s: float,
+    answer: Answer,
     stats: Mapping[str, object] | None = None,
     expected: SpeedRange | None = None,
 ) -> str:
     """Describe an answer's tokens and speed, and any approximation.
 
-    With `stats` also the expected speed, passes, and the hit rate if there are experts.
+    With `stats` also the expected speed, the time to the first token, passes, and the hit rate if
+    there are experts.
     """
-    num_tokens = usage.completion_tokens
-    ending = "" if num_tokens == 1 else "s"
-    parts = [f"{num_tokens} token{ending}", f"{speed(num_tokens, generation_s):.1f} tokens/s"]
+    usage = answer.usage
+    ending = "" if usage.completion_tokens == 1 else "s"
+    parts = [f"{usage.completion_tokens} token{ending}", f"{answer.tokens_per_s:.1f} tokens/s"]
     if stats is not None:
-        parts += _costs(usage, generation_s, stats, expected)
+        parts += _costs(answer, stats, expected)
     if usage.kv_cache != CacheMode.EXACT.value:
         parts.append(f"approximate: {usage.kv_cache} cache")
     if usage.receipt is not None:
@@ -99,13 +100,16 @@ def speed_line(
 
 
 def _costs(
-    usage: Usage, generation_s: float, stats: Mapping[str, object], expected: SpeedRange | None
+    answer: Answer, stats: Mapping[str, object], expected: SpeedRange | None
 ) -> Iterator[str]:
     if expected is not None:
         yield f"{speed_text(expected)} expected"
+    usage = answer.usage
+    if usage.completion_tokens:
+        yield f"first after {answer.first_s:.1f} s"
     num_passes = usage.forwards
     each = f" ({usage.completion_tokens / num_passes:.1f} tokens each)" if num_passes else ""
-    yield f"{num_passes} passes in {generation_s:.1f} s{each}"
+    yield f"{num_passes} passes in {answer.generation_s:.1f} s{each}"
     hit_rate = stats.get("hit_rate")
     if isinstance(hit_rate, int | float) and math.isfinite(hit_rate):
         yield f"hit rate {hit_rate:.0%}"
@@ -124,11 +128,6 @@ def reads_ahead_text(stats: Mapping[str, Any]) -> str:
         f"{num_used + num_dropped:,} experts read ahead: {num_used:,} used "
         f"({stats.get('num_late', 0):,} of them late), {num_dropped:,} dropped"
     )
-
-
-def speed(num_tokens: int, generation_s: float) -> float:
-    """Return tokens per second, or 0 for no time."""
-    return num_tokens / generation_s if generation_s > 0 else 0.0
 
 
 def json_line(value: object) -> str:
