@@ -806,6 +806,37 @@ def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered() -> None:
     assert len(result.stdout.decode().strip()) > 0
 
 
+@pytest.mark.parametrize("name", ["ImportError", "MemoryError", "SystemError", "OSError"])
+def test_a_verb_that_cannot_be_imported_ends_in_one_line(name: str) -> None:
+    code = (
+        "import importlib, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, module, *_):\n"
+        f"        if module == 'lowtide.cli.models': raise {name}('no room')\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['lowtide', 'ls']\n"
+        "from lowtide.cli.main import main\n"
+        "main()"
+    )
+    result = python("-c", code)
+    [line] = result.stderr.splitlines()
+    assert result.returncode == 1 and line.startswith("lowtide: It cannot be started: no room. ")
+
+
+def test_a_running_verb_that_fails_does_not_blame_its_start() -> None:
+    code = (
+        "import sys\n"
+        "from lowtide.model_folder import hub\n"
+        "def failing(): raise SystemError('a fault of ours')\n"
+        "hub.list_models = failing\n"
+        "sys.argv = ['lowtide', 'ls']\n"
+        "from lowtide.cli.main import main\n"
+        "main()"
+    )
+    said = python("-c", code).stderr
+    assert said.endswith("SystemError: a fault of ours\n") and "cannot be started" not in said
+
+
 def test_an_absurd_request_is_refused_without_torch() -> None:
     code = (
         "import sys\n"

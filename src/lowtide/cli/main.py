@@ -11,11 +11,6 @@ from lowtide.cli import EXIT_INTERRUPTED
 TYPE_CHECKING = False  # as in interrupts.py
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import NoReturn
-
-
-_NOT_IMPORTED = (ImportError, MemoryError, SystemError)
-"""Raised by imports without memory; the last one by Python's own compiler."""
 
 
 def main() -> None:
@@ -42,29 +37,15 @@ def main() -> None:
 
 
 def _imported() -> Callable[[], None]:
-    """Install signal handlers and import the command line.
+    """Install signal handlers and import the command line."""
+    from lowtide.cli.importing import imports_reported
 
-    Ends with a clear line where memory or open files are limited.
-    """
-    try:
+    with imports_reported():
         from lowtide.cli.interrupts import install_signal_handlers
 
         install_signal_handlers()
         from lowtide.cli.app import app
-    except (*_NOT_IMPORTED, OSError) as error:
-        _end_limited(error)
     return app
-
-
-def _end_limited(error: Exception) -> NoReturn:
-    first = (str(error).strip() or type(error).__name__).splitlines()[-1]
-    print(
-        f"lowtide: It cannot be started: {first}. Where memory or open files are limited "
-        "(ulimit -v, ulimit -n) raise the limit, else install lowtide again.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)  # at once: what Python does at its end may find no memory either
 
 
 def _run(app: Callable[[], None]) -> None:
@@ -81,8 +62,10 @@ def _run(app: Callable[[], None]) -> None:
         _end_unread()
     except BrokenPipeError:
         _end_unread()
-    except _NOT_IMPORTED as error:  # of a verb, before it began
-        _end_limited(error)
+    except MemoryError as error:  # of help and usage: a verb reports its own
+        from lowtide.cli.importing import end_limited
+
+        end_limited(error)
     except OSError as error:
         from lowtide.cli.command import EXIT_FAILURE, report_stdout_error
 

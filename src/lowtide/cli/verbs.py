@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from lowtide.cli.foreign_flags import Verb, Verbs
+from lowtide.cli.importing import imports_reported
 from lowtide.cli.interrupts import reraise_signal
 from lowtide.registry import VERBS, extensions
 
@@ -124,6 +125,8 @@ class _LazyVerb(TyperCommand):
         """Import the verb and make a context of it, in place of this stand-in."""
         one = typer.Typer(add_completion=False)
         epilog = f"For example: {self.known.example}" if self.known.example else None
-        one.command(self.name, cls=Verb, epilog=epilog)(self.known.load())
+        with imports_reported():
+            function = self.known.load()
+        one.command(self.name, cls=Verb, epilog=epilog)(function)
         verb: Any = typer.main.get_command(one)
         return verb.make_context(info_name, args, parent=parent, **extra)
