@@ -110,6 +110,8 @@ def test_a_connection_without_its_first_byte_has_little_time(
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_load_balancers_ask_in_http_1_0(running: Running, path: str) -> None:
     assert b" 200 " in said_to(running, f"GET {path} HTTP/1.0\r\n\r\n".encode())
+    by_head = said_to(running, f"HEAD {path} HTTP/1.0\r\n\r\n".encode())
+    assert b" 200 " in by_head and by_head.endswith(b"\r\n\r\n")
     assert b" 403 " in said_to(running, b"GET /v1/models HTTP/1.0\r\n\r\n")
     assert b" 400 " in said_to(running, f"GET {path} HTTP/1.1\r\n\r\n".encode())
     other = f"GET {path} HTTP/1.0\r\nHost: evil.example\r\n\r\n"

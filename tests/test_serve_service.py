@@ -484,6 +484,17 @@ def test_a_full_queue_is_a_429_with_its_time(running: Running) -> None:
             assert (told.status_code, told.json()) == (status, {"status": state})
 
 
+def test_load_balancers_may_ask_by_head(running: Running) -> None:
+    """HEAD is answered as GET without the body, on a connection that stays of use."""
+    with running.client() as client:
+        for prepare in (lambda: None, running.service.drain):
+            prepare()
+            for path in ("/health", "/ready"):
+                told, asked = client.get(path), client.head(path)
+                assert asked.status_code == told.status_code and not asked.content
+                assert asked.headers["content-length"] == str(len(told.content))
+
+
 def test_more_answers_than_may_ever_run_are_refused(running: Running) -> None:
     """A 429 would have the client ask again and again."""
     said = [{"role": "user", "content": "x"}]

@@ -97,6 +97,9 @@ def _models(service: Service) -> APIRouter:
 
 
 def _add_health(router: APIRouter, service: Service) -> None:
+    """Add the routes that load balancers poll, by GET or by HEAD."""
+
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> JSONResponse:
         """Report that the engine accepts work: 503 once it is closed or its thread has failed.
@@ -106,6 +109,7 @@ def _add_health(router: APIRouter, service: Service) -> None:
         is_alive = service.state != "ended"
         return JSONResponse({"status": "ok" if is_alive else "ended"}, 200 if is_alive else 503)
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Report whether new requests are accepted."""
