@@ -352,10 +352,30 @@ def test_nothing_to_form_is_no_mask() -> None:
     grammars, request = grammars_of(), request_of(QWEN.tokenizer)
     assert grammars.applied(request, None) is request
     assert grammars.applied(request, None, (), "none") is request
-    custom = Tool("f", "", {"properties": {"a": {"type": "string"}}}, grammar="start: /a/i")
-    told = grammars.applied(request, None, (custom,))
-    assert told.mask is not None and told.mask.is_free  # of its grammar it is told, not held to it
     check_kept(request)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_text_that_is_not_held_to_its_grammar_is_told(form: CallFormat, choice: str) -> None:
+    """Where strings are JSON's, a grammar may not be rewritten; raw ones are held to any."""
+    schema = {"properties": {"input": {"type": "string"}}, "required": ["input"]}
+    free, kept = (
+        Tool(name, "", schema, grammar=lark)
+        for name, lark in (("free", "start: /ab/i"), ("kept", 'start: "ab"'))
+    )
+    for tools in ((free,), (kept, free)):
+        unguided: list[str] = []
+        request = request_of(form.tokenizer, form.prompt)
+        made = grammars_of(form.tokenizer).applied(
+            request, None, tools, choice, on_unguided=unguided.append
+        )
+        is_raw = 'a"' in form.text(("free", {"input": 'a"'}))
+        ids = form.tokenizer.encode(form.text(("free", {"input": "no"})))
+        mask: Any = made.mask
+        assert all(_taken(mask, token) for token in ids) != is_raw
+        told = [one.partition(". ")[0] for one in unguided]
+        assert told == ([] if is_raw else ["Not held to their grammars: 'free'"])
 
 
 # refusals

@@ -81,35 +81,48 @@ class Grammars:
         tools: the tools that may be called.
         tool_choice: auto, required, or the name of the tool that must be called.
         is_gone: once set, no further compilation starts.
-        on_unguided: receives the reason if optional calls cannot be held to their schemas.
+        on_unguided: receives the reason if optional calls cannot be held to their schemas, or
+        a tool's text not to its grammar.
 
         With `auto`, a call is held to its tool's schema from its beginning on. Raises UsageError
         for a required form that does not compile within the bounds, UnsupportedError for a
         diffusion model, and QueueFull.
         """
-        is_free = tool_choice in ("auto", "none")
         chosen = [t for t in tools if tool_choice in ("auto", "required", t.name)]
-        is_strict = any(tool.strict for tool in chosen)
-        self._check(constraint, tool_choice, chosen, is_strict)
+        self._check(constraint, tool_choice, chosen, any(tool.strict for tool in chosen))
         tokenizer = self._tokenizer
         if not self._config.decoding.writes_in_order or tokenizer is None:
             return request
-        has_grammar = any(enforces_text(tokenizer, tool) for tool in chosen)
-        if constraint is None and is_free and not is_strict and not has_grammar:
-            if not chosen:
-                return request
+        must_call = tool_choice not in ("auto", "none")
+        wanted = AnswerForm(constraint, chosen, must_call, not parallel_calls)
+        request, reason = self._guided(request, tokenizer, wanted, is_gone)
+        reasons = [each for each in (reason, _free_texts(tokenizer, chosen)) if each]
+        if reasons:
+            on_unguided(" ".join(reasons))
+        return request
+
+    def _guided(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        wanted: AnswerForm,
+        is_gone: threading.Event | None,
+    ) -> tuple[Request, str]:
+        """Return the request with its mask, and why optional calls go without their schemas."""
+        is_free = wanted.text is None and not wanted.must_call
+        if is_free and not any(t.strict or enforces_text(tokenizer, t) for t in wanted.tools):
+            if not wanted.tools:
+                return request, ""
             try:
-                mask = self._call_mask(request, tokenizer, chosen, parallel_calls, is_gone)
+                return self._call_masked(request, tokenizer, wanted, is_gone), ""
             except (LowtideError, Refusal) as error:  # such calls may also go unguided
-                on_unguided(str(error))
-                return request
-            return replace(request, mask=mask)
+                return request, str(error)
         if request.params.ignore_eos:
             raise UsageError("ignore_eos goes on behind an answer's form: leave one of them out.")
-        wanted = AnswerForm(constraint, chosen, not is_free, not parallel_calls)
-        optional = [tool for tool in chosen if is_free and not (tool.strict or tool.grammar)]
+        others = [] if wanted.must_call else wanted.tools
+        optional = [tool for tool in others if not (tool.strict or tool.grammar)]
         try:
-            return self._masked(request, tokenizer, wanted, is_gone)
+            return self._masked(request, tokenizer, wanted, is_gone), ""
         except (LowtideError, Refusal) as error:
             if not optional:
                 raise
@@ -118,12 +131,10 @@ class Grammars:
         if 0 < len(refused) < len(optional):
             with suppress(LowtideError, Refusal):
                 masked = self._masked(request, tokenizer, _eased(wanted, refused), is_gone)
-                on_unguided(_told(refused))
-                return masked
+                return masked, _told(refused)
         names = [tool.name for tool in optional]
         masked = self._masked(request, tokenizer, _eased(wanted, names), is_gone)
-        on_unguided(_told({name: refused.get(name, reason) for name in names}))
-        return masked
+        return masked, _told({name: refused.get(name, reason) for name in names})
 
     def _refused(
         self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
@@ -168,26 +179,25 @@ class Grammars:
             mask = GrammarMask(made, self._config.vocab_size)
         return replace(request, mask=mask)
 
-    def _call_mask(
+    def _call_masked(
         self,
         request: Request,
         tokenizer: Tokenizer,
-        tools: Sequence[Tool],
-        parallel_calls: bool,
+        wanted: AnswerForm,
         is_gone: threading.Event | None,
-    ) -> CallMask:
-        """Make the mask of optional calls. Raise UsageError or Refusal if it cannot be compiled."""
-        _check_depths(tools)
-        wanted = AnswerForm(None, tools, False, not parallel_calls)
+    ) -> Request:
+        """Mask optional calls. Raise UsageError or Refusal if they cannot be compiled."""
+        _check_depths(wanted.tools)
         with self._named(tokenizer, wanted, is_gone):
             compiled = self._compiled_openings(tokenizer, wanted, is_gone)
-        return CallMask(
+        mask = CallMask(
             tokenizer,
             self._vocabulary(),
             self._config.vocab_size,
             compiled,
             is_thinking(tokenizer, request.prompt),
         )
+        return replace(request, mask=mask)
 
     def _compiled_openings(
         self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
@@ -305,6 +315,14 @@ def _eased(wanted: AnswerForm, names: Collection[str]) -> AnswerForm:
         for tool in wanted.tools
     ]
     return wanted._replace(tools=tools)
+
+
+def _free_texts(tokenizer: Tokenizer, tools: Iterable[Tool]) -> str:
+    """Say which tools' texts are not held to their grammars, or return ""."""
+    free = [tool for tool in tools if tool.grammar and not enforces_text(tokenizer, tool)]
+    names = ", ".join(f"{tool.name!r:.80}" for tool in free)
+    reason = "This model writes texts as JSON, in which they cannot be rewritten with certainty."
+    return names and f"Not held to their grammars: {names}. {reason}"
 
 
 def _told(reasons: Mapping[str, str]) -> str:
