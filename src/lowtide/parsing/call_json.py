@@ -22,8 +22,9 @@ def key_pattern(usual: str, names: Iterable[str]) -> str:
     names: from a tool's schema. Its grammar has the model write them unchanged, whatever characters
     they have.
     """
-    others = [name for name in names if name.strip() and re.fullmatch(usual, name) is None]
-    return "|".join([*map(re.escape, sorted(others, key=len, reverse=True)), usual])
+    others = {name for name in names if re.fullmatch(usual, name) is None}
+    longest_first = map(re.escape, sorted(others - {""}, key=len, reverse=True))
+    return "|".join([*longest_first, usual, *[""] * ("" in others)])
 
 
 class Call(NamedTuple):

@@ -45,14 +45,15 @@ class NoLiteral(ValueError):
 class _Spelling(NamedTuple):
     """Quotes of strings, longest first, and the texts around a call's arguments.
 
-    prefix: pattern of letters before a quote. key: pattern of a usual name. behind: pattern of what
-    may follow a call.
+    prefix: pattern of letters before a quote. key: pattern of a usual name. gap: pattern between
+    a comma and a name, as a grammar has it. behind: pattern of what may follow a call.
     """
 
     quotes: tuple[str, ...]
     prefix: str
     has_escapes: bool
     key: str
+    gap: str
     assign: str
     close: str
     behind: str
@@ -63,12 +64,13 @@ _PYTHON = _Spelling(
     "[bBfFrRuU]{0,2}",
     True,
     r"[\w.$/-]{1,256}",
+    " ?",
     "=",
     ")",
     rf"{_BLANKS}(?:\]?{_BLANKS}\Z|,{_BLANKS}(?:\]|{NAME}{_BLANKS}\())",
 )
 _GEMMA = _Spelling(
-    (GEMMA_QUOTE, '"'), "", False, r'[^\s:,<>|"\[\]{}]{1,256}', ":", "}", rf"{_BLANKS}\Z"
+    (GEMMA_QUOTE, '"'), "", False, r'[^\s:,<>|"\[\]{}]{1,256}', "", ":", "}", rf"{_BLANKS}\Z"
 )
 
 
@@ -96,8 +98,8 @@ class _Expected(NamedTuple):
     types: SchemaTypes
     schemas: Mapping[str, object]  # of its parameters
     key: re.Pattern[str]  # a name, the schema's own as they are spelled (see `key_pattern`)
-    next_key: re.Pattern[str]  # a name behind a comma
-    assigned: re.Pattern[str]  # a name that gets a value
+    first_key: re.Pattern[str]  # a name that gets a value
+    next_key: re.Pattern[str]  # one behind a comma
 
 
 class _Reader:
@@ -124,10 +126,19 @@ class _Reader:
             types = SchemaTypes({} if tool is None else tool.parameters)
             schemas = types.parameters()
             names = [*schemas, *types.inner_names()]
-            key, assign = key_pattern(self._spelling.key, names), re.escape(self._spelling.assign)
-            next_key = re.compile(rf"{_BLANKS},{_BLANKS}({key}){_BLANKS}{assign}")
-            assigned = re.compile(rf"({key}){_BLANKS}{assign}")
-            self._expected[name] = _Expected(types, schemas, re.compile(key), next_key, assigned)
+            key = key_pattern(self._spelling.key, names)
+            value = _BLANKS + re.escape(self._spelling.assign)
+            first, following = "", ""
+            if any(each[:1].isspace() for each in names):  # then blanks may be a name's
+                known = f"(?=(?:{'|'.join(map(re.escape, names))}){value})"
+                first, following = f"{known}|", f"{self._spelling.gap}{known}|"
+            self._expected[name] = _Expected(
+                types,
+                schemas,
+                re.compile(key),
+                re.compile(rf"(?:{first}{_BLANKS})({key}){value}"),
+                re.compile(rf"{_BLANKS},(?:{following}{_BLANKS})({key}){value}"),
+            )
         return self._expected[name]
 
     def calls(self) -> list[Call]:
@@ -176,13 +187,13 @@ class _Reader:
 
     def _arguments(self, tool: str) -> dict[str, object]:
         """Take the arguments of a tool's call and its closing bracket."""
-        types, schemas, self._key, self._next_key, assigned = self._expect(tool)
+        types, schemas, self._key, self._first_key, self._next_key = self._expect(tool)
         is_known = self._is_known and schemas and not types.takes_others()
         values: dict[str, object] = {}
+        found = self._first_key.match(self._text, self._place)
         while True:
-            self._skip_blanks()
             # First, as a name of the schema may look like a quote or the end.
-            if found := assigned.match(self._text, self._place):
+            if found:
                 name, self._place = found[1], found.end()
             elif self.takes(self._spelling.close):
                 break
@@ -196,7 +207,8 @@ class _Reader:
             value = self._string("", left) if self._quote() else self._value(0)
             kind = types.of(schemas[name]) if name in schemas else ANY
             values[name] = _as(kind, value, self._text[start : self._place].strip())
-            if not self.takes(","):
+            found = self._next_key.match(self._text, self._place)
+            if not found and not self.takes(","):
                 if not self.takes(self._spelling.close):
                     raise NoLiteral("no end")
                 break
@@ -234,11 +246,14 @@ class _Reader:
     def _object(self, depth: int) -> dict[str, object] | list[object]:
         """Take the members of an object, or of a Python set."""
         values: dict[str, object] = {}
-        while not self.takes("}"):
+        while (found := self._inner_key()) or not self.takes("}"):
             start = self._place
             try:
-                name = self._name()
-                is_set = not self.takes(":")
+                if found:
+                    name, self._place, is_set = found[1], found.end(), False
+                else:
+                    name = self._name()
+                    is_set = not self.takes(":")
             except NoLiteral:
                 is_set = True
             if is_set:
@@ -250,6 +265,10 @@ class _Reader:
             if not self.takes(",") and not self._is_next("}"):
                 raise NoLiteral("no end of an object")
         return values
+
+    def _inner_key(self) -> re.Match[str] | None:
+        """Find a bare name of an object's member, which Python's have not."""
+        return self._first_key.match(self._text, self._place) if self._spelling is _GEMMA else None
 
     def _bare(self) -> object:
         """Take a number, a word or a text without quotes."""
