@@ -80,7 +80,7 @@ def _placed(plan: MemoryPlan) -> str:
     residents = sum(plan.residents_per_layer)
     if residents == plan.num_experts:
         return "All experts are in memory"
-    return f"{residents} of {plan.num_experts} experts are in memory"
+    return f"The plan keeps {residents} of {plan.num_experts} experts in memory"
 
 
 def _smaller_format(plan: MemoryPlan) -> str:
