@@ -194,6 +194,154 @@ def test_passes_end_with_the_tab(browser, chatting) -> None:
         assert chatting.service.is_idle
 
 
+def begin(seen: Seen, text: str = "Go on", until: str = "word word word") -> None:
+    """Ask, and wait for the beginning of the answer."""
+    seen.page.locator("#prompt").fill(text)
+    seen.page.locator("#prompt").press("Enter")
+    seen.page.locator(".assistant:last-child").get_by_text(until).wait_for()
+
+
+def test_an_answer_whose_page_is_left_is_kept_as_far_as_it_came(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        with scripted(chatting, *ENDLESS):
+            begin(seen, "A long question")
+            seen.page.reload()
+            body = seen.page.locator(".assistant .body").inner_text()
+        assert body.startswith("word word word")
+        assert seen.page.locator(".user .plain").inner_text() == "A long question"
+        assert "the page was left" in seen.page.locator(".assistant .facts").inner_text()
+        seen.page.locator("#model:not(:empty)").wait_for()
+        seen.page.get_by_role("button", name="Another answer").click()
+        seen.page.get_by_text("2 of 2").wait_for()
+        seen.answer()
+        seen.said.clear()  # a request that ended with its page counts as failed
+
+
+def test_each_tab_goes_on_with_its_own_conversation(browser, chatting) -> None:
+    with opened(browser, chatting) as seen, opened(browser, chatting) as other:
+        first, second = seen.page, seen.context.new_page()
+        second.goto(chatting.url)
+        second.locator("#model:not(:empty)").wait_for()
+        assert seen.ask("47 + 85") == "132"
+        other.page = second
+        assert other.ask("Roman 148") == "CXLVIII"
+        first.reload()
+        assert first.locator(".user .plain").all_inner_texts() == ["47 + 85"]
+        third = seen.context.new_page()
+        third.goto(chatting.url)
+        assert third.locator(".user .plain").all_inner_texts() == ["Roman 148"]
+        seen.said.clear()  # events ended by the reload
+
+
+def test_long_code_is_code_while_it_comes_and_when_it_is_read_again(browser, chatting) -> None:
+    lines = "".join(
+        f"def function_{i}(value):  # a line that is long enough\n" for i in range(1000)
+    )
+    text = f"So:\n```python\n{lines}```\n\nThat is **it**.\n"
+    pieces = [Text(text[i : i + 500]) for i in range(0, len(text), 500)]
+    with scripted(chatting, *pieces[:50], 1.0, *pieces[50:], done()):
+        with opened(browser, chatting) as seen:
+            begin(seen, until="def function_100")
+            code = seen.page.locator(".body pre")
+            assert code.inner_text().startswith("def function_0(value):")
+            for _ in range(2):
+                seen.page.locator(".body strong").wait_for()
+                assert code.count() == 1 and code.text_content() == lines
+                assert "```" not in seen.page.locator(".body").inner_text()
+                seen.page.reload()
+            seen.said.clear()  # events ended by the reload
+
+
+def test_text_from_right_to_left_begins_at_the_right(browser, chatting) -> None:
+    hebrew = "\u05e9\u05dc\u05d5\u05dd"
+    text = f"{hebrew}, world.\n\n- {hebrew}\n\n```\n{hebrew}\n```\n\nHello, {hebrew}.\n"
+    with scripted(chatting, Text(text), done()), opened(browser, chatting) as seen:
+        seen.ask(f"{hebrew}, world.")
+        seen.page.locator(".body ul").wait_for()
+        directions = seen.page.locator(".body > *").evaluate_all(
+            "all => all.map(e => getComputedStyle(e).direction)"
+        )
+        assert directions == ["rtl", "rtl", "ltr", "ltr"]
+        user = seen.page.locator(".user .plain")
+        assert user.evaluate("e => getComputedStyle(e).unicodeBidi") == "plaintext"
+
+
+def test_earlier_answers_stay_as_they_are_shown(browser, demos) -> None:
+    with opened(browser, demos["diffusion"]) as seen:
+        seen.ask(SORT)
+        seen.page.locator(".diffusion summary").click()  # folds it
+        seen.asked.clear()
+        seen.ask("Sort 9 8 7 6 5")
+        assert seen.page.locator(".diffusion").count() == 2
+        assert seen.page.locator(".diffusion[open]").count() == 1
+        rendered = [url for url in seen.asked if url.endswith("/markdown")]
+        assert len(rendered) <= 2  # those of the new answer
+
+
+def test_who_reads_further_up_is_left_there(browser, chatting) -> None:
+    paragraphs = [Text(f"Paragraph {i}.\n\n") for i in range(60)]
+    script = [*paragraphs, 1.0, *paragraphs, done()]
+    with scripted(chatting, *script), opened(browser, chatting) as seen:
+        page = seen.page
+        begin(seen, until="Paragraph 59.")
+        page.locator(".body > p").nth(59).wait_for()
+        assert page.evaluate("scrollY + innerHeight >= document.body.scrollHeight - 8")
+        page.evaluate("scrollBy(0, -100)")
+        at = page.evaluate("scrollY")
+        seen.answer()
+        page.locator(".body > p").nth(119).wait_for()
+        assert page.evaluate("scrollY") == at
+
+
+def test_a_connection_that_breaks_off_is_told_in_words(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        seen.page.evaluate(
+            """() => {
+              const real = window.fetch;
+              window.fetch = async (path, request) => {
+                if (!path.endsWith("/chat/completions")) return real(path, request);
+                const broken = (stream) => stream.error(new TypeError("network error"));
+                return new Response(new ReadableStream({ start: broken }));
+              };
+            }"""
+        )
+        seen.ask("47 + 85")
+        assert "broke off" in seen.page.locator(".trouble").inner_text()
+
+
+def test_the_gauge_counts_an_answer_that_was_stopped(browser, chatting) -> None:
+    with scripted(chatting, *ENDLESS), opened(browser, chatting) as seen:
+        begin(seen)
+        seen.page.keyboard.press("Escape")
+        seen.answer()
+        used = re.match(r"\d+", seen.page.locator("#room-text").inner_text())
+        assert used is not None and int(used[0]) >= 8 + 3
+        seen.said.clear()  # a request that was stopped counts as failed
+
+
+def test_the_keyboard_stays_where_it_acts(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        page = seen.page
+
+        def press(name: str, key: str = "Enter") -> str:
+            page.get_by_role("button", name=name).focus()
+            page.keyboard.press(key)
+            return str(
+                page.evaluate("document.activeElement.ariaLabel ?? document.activeElement.id")
+            )
+
+        seen.ask("47 + 85")
+        for number in (2, 3):
+            assert press("Another answer") == "prompt"
+            page.get_by_text(f"{number} of {number}").wait_for()
+            seen.answer()
+        assert press("Answer before") == "Answer before"
+        assert press("Answer before") == "Answer after"  # there is none before
+        assert press("Edit") == "Edited message"
+        page.keyboard.press("Escape")
+        assert page.evaluate("document.activeElement.textContent") == "Edit"
+
+
 def test_turns_are_edited_answered_again_kept_and_exported(browser, chatting, tmp_path) -> None:
     with opened(browser, chatting, accept_downloads=True) as seen:
         page = seen.page

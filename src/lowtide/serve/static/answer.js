@@ -1,18 +1,19 @@
 // One answer: asked for, shown as it comes, and measured.
 
 import { ask, eventsOf } from "./api.js";
-import { built, digits, el, percent, seconds, showFacts, size, whole } from "./dom.js";
+import { codeBlock, digits, el, percent, seconds, showFacts, size, whole } from "./dom.js";
 import { DiffusionView } from "./diffusion.js";
 import { live } from "./live.js";
+import { blocksOf, rendered } from "./markdown.js";
 import { asked } from "./settings.js";
 
 const SHORT_S = 0.03; // a span too short to be timed in a browser
-const MAX_MARKDOWN = 32768; // characters that the server renders at once
 
 const ENDS = {
   stop: "the model was done",
   length: "no room was left",
   stopped: "stopped by you",
+  left: "the page was left",
   failed: "it failed",
 };
 
@@ -21,6 +22,8 @@ export class AnswerView {
   #version;
   #body = el("div", { class: "body" });
   #tail = el("div", { class: "plain" });
+  #code = el("code");
+  #openCode = codeBlock(this.#code); // code that is still coming
   #draft = el("span", { class: "draft" });
   #thoughts = el("p", { class: "plain" });
   #thinking = el("details", { class: "thoughts", hidden: true }, el("summary", {}, "Thoughts"), this.#thoughts);
@@ -48,7 +51,8 @@ export class AnswerView {
 
   /** Show a version that has ended. */
   async show() {
-    this.#paint();
+    this.#paintNotes();
+    this.#tail.textContent = this.#version.text;
     this.#showEnd();
     await this.#renderAll();
   }
@@ -66,7 +70,7 @@ export class AnswerView {
       if (!signal.aborted) version.trouble = error.message;
     }
     version.facts.totalS = now() - clock.startS;
-    this.#draft.remove();
+    this.#draft.textContent = "";
     this.element.removeAttribute("aria-busy");
     this.#paint();
     this.#measure(clock);
@@ -142,25 +146,39 @@ export class AnswerView {
   }
 
   #paint() {
-    const { text, thoughts, trouble } = this.#version;
+    this.#paintNotes();
+    if (!this.#diffusion.isEmpty) this.#diffusion.draw();
+    this.#paintBlocks();
+  }
+
+  #paintNotes() {
+    const { thoughts, trouble } = this.#version;
     this.#thinking.hidden = !thoughts;
     this.#thoughts.textContent = thoughts;
     this.#trouble.hidden = !trouble;
     this.#trouble.textContent = trouble ?? "";
-    if (!this.#diffusion.isEmpty) this.#diffusion.draw();
-    if (this.#version.facts.totalS === undefined) {
-      const numSettled = settled(text);
-      if (numSettled > this.#numSettled) this.#renderParagraphs(numSettled);
-    }
-    this.#tail.replaceChildren(text.slice(this.#numSettled), this.#draft);
   }
 
-  /** Render finished paragraphs once each, while the rest of the text is still coming. */
-  #renderParagraphs(end) {
-    const text = this.#version.text.slice(this.#numSettled, end);
-    this.#numSettled = end;
-    const place = el("div", { class: "plain" }, text);
+  /** Show finished blocks, each once and for good, and after them the one that is still coming. */
+  #paintBlocks() {
+    const { text } = this.#version;
+    const blocks = blocksOf(text.slice(this.#numSettled));
+    const { fence, code, text: rest } = blocks.pop();
+    for (const block of blocks) this.#addBlock(block);
+    this.#numSettled = text.length - rest.length;
+    if (fence) {
+      this.#code.replaceChildren(code, this.#draft);
+      this.#tail.replaceChildren(this.#openCode);
+    } else {
+      this.#tail.replaceChildren(rest, this.#draft);
+    }
+  }
+
+  #addBlock({ fence, code, text }) {
+    if (!text.trim()) return;
+    const place = fence ? codeBlock(el("code", {}, code)) : el("div", { class: "plain" }, text.trimEnd());
     this.#tail.before(place);
+    if (fence) return;
     this.#rendering = this.#rendering.then(async () => {
       const nodes = await rendered(text);
       if (nodes) place.replaceWith(...nodes);
@@ -172,11 +190,7 @@ export class AnswerView {
     const { text } = this.#version;
     await this.#rendering;
     const nodes = text ? await rendered(text) : [];
-    if (nodes) {
-      this.#body.replaceChildren(...nodes);
-    } else if (this.#numSettled === 0) {
-      this.#tail.replaceChildren(text);
-    }
+    if (nodes) this.#body.replaceChildren(...nodes);
   }
 
   #measure(clock) {
@@ -185,6 +199,7 @@ export class AnswerView {
     if (clock.firstS !== null) facts.firstS = clock.firstS - clock.startS;
     const isDiffusion = !this.#diffusion.isEmpty;
     const number = facts.numNew ?? (isDiffusion ? this.#diffusion.numWritten : clock.numPieces);
+    facts.numSeen = number;
     facts.predicted = live.model?.predicted ?? null;
     if (!number || clock.firstS === null) return;
     const span = at - clock.firstS;
@@ -258,30 +273,6 @@ function showRange(element, { predicted, speed }) {
     bar.style.setProperty(name, `${(100 * value) / end}%`);
   }
   element.replaceChildren(bar, el("span", { class: "quiet" }, told));
-}
-
-/** Return the elements of a text, or null where the server cannot render it now. */
-async function rendered(text) {
-  if (text.length > MAX_MARKDOWN) return null;
-  try {
-    const response = await ask("v1/lowtide/markdown", { text });
-    return (await response.json()).nodes.map(built);
-  } catch {
-    return null; // it stays plain
-  }
-}
-
-/** Return how much of a text are finished paragraphs: up to a blank line outside of code. */
-function settled(text) {
-  let end = 0;
-  let place = 0;
-  let isCode = false;
-  for (const line of text.split("\n").slice(0, -1)) {
-    place += line.length + 1;
-    if (/^\s*(```|~~~)/.test(line)) isCode = !isCode;
-    if (!isCode && line.trim() === "") end = place;
-  }
-  return end;
 }
 
 const now = () => performance.now() / 1000;

@@ -69,7 +69,9 @@ export async function* eventsOf(response) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(() => {
+        throw new Failure("The connection to the server broke off. Is it still running?");
+      });
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();

@@ -6,7 +6,10 @@ import { byId, copyButton, el, say, whole } from "./dom.js";
 import { live } from "./live.js";
 
 const conversation = new Conversation();
+const views = new WeakMap(); // of versions, with what is shown of them and not kept
 let running = null; // the controller of the answer under way
+let follows = true; // new text, unless the user has gone up from the end
+let lastY = 0;
 
 export function startChat() {
   byId("composer").addEventListener("submit", send);
@@ -26,11 +29,22 @@ export function startChat() {
     running?.abort();
     conversation.clear();
     show();
-    byId("prompt").focus();
+    focusPrompt();
   });
   byId("export").addEventListener("click", () => conversation.export(live.model?.model ?? null));
   live.addEventListener("model", showRoom);
+  addEventListener("scroll", () => {
+    const isAtEnd = innerHeight + scrollY > document.body.scrollHeight - 8;
+    follows = isAtEnd || (follows && scrollY >= lastY);
+    lastY = scrollY;
+  });
+  addEventListener("pagehide", () => running && conversation.keep());
   show();
+  focusPrompt();
+}
+
+/** Go on at the message field, except where that would open a keyboard on the screen. */
+function focusPrompt() {
   if (matchMedia("(hover: hover)").matches) byId("prompt").focus();
 }
 
@@ -57,7 +71,10 @@ async function answer() {
   turn.chosen = turn.versions.length - 1;
   running = new AbortController();
   const view = new AnswerView(version);
-  showLast(view);
+  views.set(version, view);
+  conversation.keep();
+  showLast();
+  scrollDown();
   showRunning();
   say("The model answers.");
   const messages = conversation.messagesBefore(turn);
@@ -66,24 +83,33 @@ async function answer() {
   showRunning();
   if (conversation.last !== turn) return; // a new conversation was begun meanwhile
   const isKept = conversation.keep();
-  showLast(view);
+  showLast();
   showRoom();
   say(isAnswered ? `Answered: ${version.text.slice(0, 300)}` : version.trouble);
   if (!isKept) say("This browser has no room to keep the conversation.");
+}
+
+function answerAgain() {
+  answer();
+  focusPrompt();
 }
 
 function show() {
   byId("welcome").hidden = conversation.turns.length > 0;
   byId("turns").replaceChildren(...conversation.turns.map(item));
   showRoom();
-  scrollDown(true);
+  scrollDown();
 }
 
-function item(turn) {
-  if (turn.role === "user") return userItem(turn);
-  const view = turn.chosen < 0 ? null : new AnswerView(chosen(turn));
-  view?.show();
-  return assistantItem(turn, view);
+const item = (turn) => (turn.role === "user" ? userItem(turn) : assistantItem(turn));
+
+function viewOf(version) {
+  if (!views.has(version)) {
+    const view = new AnswerView(version);
+    views.set(version, view);
+    view.show();
+  }
+  return views.get(version);
 }
 
 function userItem(turn) {
@@ -94,13 +120,13 @@ function userItem(turn) {
   return made;
 }
 
-function assistantItem(turn, view) {
+function assistantItem(turn) {
   const made = el("li", { class: "assistant" }, el("h3", { class: "unseen" }, "Model"));
-  if (view === null) return made;
-  made.append(view.element);
+  if (turn.chosen < 0) return made;
+  made.append(viewOf(chosen(turn)).element);
   const actions = [copyButton(() => chosen(turn).text)];
   if (turn === conversation.last) {
-    actions.push(el("button", { type: "button", class: "idle", click: answer }, "Another answer"));
+    actions.push(el("button", { type: "button", class: "idle", click: answerAgain }, "Another answer"));
   }
   if (turn.versions.length > 1) actions.push(...versionButtons(turn));
   made.append(el("p", { class: "actions" }, ...actions));
@@ -116,10 +142,14 @@ function versionButtons(turn) {
         class: "idle",
         "aria-label": name,
         disabled: turn.versions[turn.chosen + step] === undefined,
-        click: () => {
+        click: ({ target }) => {
           turn.chosen += step;
           conversation.keep();
-          show();
+          const made = assistantItem(turn);
+          target.closest("li").replaceWith(made);
+          showRoom();
+          const buttons = [...made.querySelectorAll("[aria-label^=Answer]:not(:disabled)")];
+          (buttons.find((each) => each.ariaLabel === name) ?? buttons[0]).focus();
         },
       },
       sign,
@@ -133,7 +163,7 @@ function versionButtons(turn) {
 
 function edit(turn, made) {
   if (running) return;
-  const field = el("textarea", { "aria-label": "Edited message", rows: 3 });
+  const field = el("textarea", { "aria-label": "Edited message", rows: 3, dir: "auto" });
   field.value = turn.text;
   const form = el(
     "form",
@@ -143,15 +173,20 @@ function edit(turn, made) {
       "p",
       { class: "actions" },
       el("button", { class: "primary" }, "Send again"),
-      el("button", { type: "button", click: show }, "Cancel"),
+      el("button", { type: "button", click: leave }, "Cancel"),
     ),
   );
   field.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") show();
+    if (event.key === "Escape") leave();
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) save(event);
   });
   made.replaceChildren(form);
   field.focus();
+  function leave() {
+    const shown = userItem(turn);
+    made.replaceWith(shown);
+    shown.querySelector("button").focus();
+  }
   function save(event) {
     event.preventDefault();
     const text = field.value.trim();
@@ -160,14 +195,13 @@ function edit(turn, made) {
     conversation.turns[conversation.turns.length - 1] = { role: "assistant", versions: [], chosen: -1 };
     show();
     answer();
-    byId("prompt").focus();
+    focusPrompt();
   }
 }
 
-/** Show the last turn with a view that is under way or has just ended. */
-function showLast(view) {
-  byId("turns").lastElementChild.replaceWith(assistantItem(conversation.last, view));
-  scrollDown(true);
+/** Show the last turn anew: its answer is under way, or has just ended. */
+function showLast() {
+  byId("turns").lastElementChild.replaceWith(assistantItem(conversation.last));
 }
 
 function showRunning() {
@@ -180,10 +214,8 @@ function showRunning() {
 /** Show how much of the context the conversation takes. */
 function showRoom() {
   const context = live.model?.context;
-  const turn = conversation.turns.findLast(({ role, versions }) => role === "assistant" && versions.length);
-  const { numPrompt = 0, numNew = 0 } = turn ? chosen(turn).facts : {};
+  const used = conversation.numTokens;
   const room = byId("room");
-  const used = numPrompt + numNew;
   room.hidden = !context;
   if (!context) return;
   room.setAttribute("aria-valuemax", context);
@@ -198,12 +230,12 @@ function fit() {
   field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight * 0.4)}px`;
 }
 
-function scrollDown(isForced) {
-  const isNear = innerHeight + scrollY > document.body.scrollHeight - 160;
-  if (isForced || isNear) scrollTo({ top: document.body.scrollHeight });
+function scrollDown() {
+  follows = true;
+  scrollTo({ top: document.body.scrollHeight });
 }
 
-new MutationObserver(() => scrollDown(false)).observe(byId("turns"), {
+new MutationObserver(() => follows && scrollDown()).observe(byId("turns"), {
   childList: true,
   subtree: true,
   characterData: true,

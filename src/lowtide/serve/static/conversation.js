@@ -1,4 +1,6 @@
 // The conversation: kept in this browser, exported as a file.
+//
+// A tab goes on with its own one; a new tab begins with the one that was kept last.
 
 const PLACE = "lowtide-conversation";
 
@@ -11,17 +13,22 @@ export class Conversation {
 
   constructor() {
     try {
-      const kept = JSON.parse(localStorage.getItem(PLACE));
+      const kept = JSON.parse(sessionStorage.getItem(PLACE) ?? localStorage.getItem(PLACE));
       if (Array.isArray(kept?.turns) && kept.turns.every(isTurn)) this.turns = kept.turns;
     } catch {
       // Nothing kept that can be read, or nothing may be kept: begin anew.
+    }
+    for (const { versions = [] } of this.turns) {
+      for (const version of versions) version.ended ??= "left"; // the page, while it came
     }
   }
 
   /** Keep the turns. Returns false where the browser has no room for them. */
   keep() {
     try {
-      localStorage.setItem(PLACE, JSON.stringify({ turns: this.turns }));
+      const kept = JSON.stringify({ turns: this.turns });
+      sessionStorage.setItem(PLACE, kept);
+      localStorage.setItem(PLACE, kept);
       return true;
     } catch {
       return false;
@@ -31,6 +38,16 @@ export class Conversation {
   clear() {
     this.turns = [];
     this.keep();
+  }
+
+  /** How much of the context the conversation took, as far as the server said so. */
+  get numTokens() {
+    for (const turn of this.turns.toReversed()) {
+      const { numPrompt, progress, numNew, numSeen = 0 } = (turn.versions && chosen(turn)?.facts) ?? {};
+      const numRead = numPrompt ?? progress?.total;
+      if (numRead) return numRead + (numNew ?? numSeen);
+    }
+    return 0;
   }
 
   get last() {

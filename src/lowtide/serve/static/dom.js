@@ -37,11 +37,14 @@ export function built(node) {
     made.setAttribute("rel", "noopener noreferrer");
     made.setAttribute("target", "_blank");
   }
-  if (tag === "pre") {
-    made.setAttribute("tabindex", "0"); // it scrolls
-    return el("div", { class: "code" }, copyButton(() => made.textContent), made);
-  }
+  if (tag === "pre") return codeBlock(...made.childNodes);
   return tag === "table" ? el("div", { class: "wide", tabindex: "0" }, made) : made;
+}
+
+/** Make a block of code, which scrolls and can be copied. */
+export function codeBlock(...children) {
+  const code = el("pre", { tabindex: "0" }, ...children);
+  return el("div", { class: "code", dir: "ltr" }, copyButton(() => code.textContent), code);
 }
 
 function textOf(node) {
