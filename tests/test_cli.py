@@ -754,6 +754,21 @@ def test_tables_have_room_where_there_is_no_terminal(monkeypatch: pytest.MonkeyP
     assert stdout_console().width >= FILE_WIDTH
 
 
+def test_messages_are_shown_where_a_terminal_says_it_has_no_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    stderr_console().print("It is said.")
+    assert capsys.readouterr().err == "It is said.\n"
+
+
+def test_a_folder_that_was_removed_is_told_in_one_line(tmp_path: Path) -> None:
+    command = f'cd {tmp_path} && rmdir {tmp_path} && {sys.executable} -m lowtide plan "a model"'
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert "The current folder cannot be used: No such file or directory" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("closed", "said"),
     [("<&-", "the prompt is empty"), (">&-", "empty"), ("2>&-", ""), ("<&- >&- 2>&-", "")],
@@ -1028,6 +1043,24 @@ def test_a_full_disk_behind_standard_output_is_told_in_one_line(asked: list[str]
     assert result.stderr == (
         "lowtide: Standard output cannot be written: No space left on device.\n"
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("asked", ["generate", "nothing"])
+def test_an_answer_is_not_lost_with_the_messages(asked: str) -> None:
+    """A log of messages may lie on a full disk, or its reader may have gone."""
+    answer = ["generate", MODEL, "--prompt-ids", "1 2", "--max-tokens", "1"]
+    arguments = answer if asked == "generate" else ["plan", "/nothing"]
+    results = []
+    for stderr in ("/dev/full", os.devnull):
+        with open(stderr, "w") as file:
+            command = [sys.executable, "-m", "lowtide", *arguments]
+            results.append(
+                subprocess.run(command, stdout=subprocess.PIPE, stderr=file, timeout=120)
+            )
+    assert results[0].stdout == results[1].stdout
+    assert [each.returncode for each in results] == [0 if asked == "generate" else 1] * 2
+    assert bool(results[0].stdout) == (asked == "generate")
 
 
 # simulate

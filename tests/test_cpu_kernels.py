@@ -38,7 +38,7 @@ from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu import building, library
-from lowtide.kernels.cpu.compiler import _telling_line
+from lowtide.kernels.cpu.compiler import _telling_line, find_compiler
 from lowtide.kernels.cpu.few_rows import FewRows
 from lowtide.kernels.cpu.library import load_kernels, load_library
 from lowtide.kernels.cpu.packed import PackedOperators
@@ -737,6 +737,22 @@ def test_a_compiler_complains_in_the_language_that_is_read(
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     with pytest.raises(UnsupportedError, match="failed: a.cpp:1: error: no room"):
         load_library(source)
+
+
+@pytest.mark.parametrize("step", ["--version", "-shared"])
+def test_a_compiler_that_fails_at_another_step(
+    step: str, source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *{step}*) echo "cc: error: no room" >&2; exit 1; esac\n'
+        f'exec {find_compiler()} "$@"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    with pytest.raises(UnsupportedError, match="failed: cc: error: no room"):
+        load_library(source)
+    assert kept(cache) == []
 
 
 def test_a_source_that_does_not_compile(cache: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lowtide.cli import EXIT_INTERRUPTED, EXIT_USAGE
 from lowtide.cli.options import OPTIONS, Settings, resolve
 from lowtide.cli.policy_file import load_policy_file
 from lowtide.cli.screen import printable, stderr_console
-from lowtide.errors import ConfigError, LowtideError, UsageError
+from lowtide.errors import ConfigError, LowtideError, StorageError, UsageError
 from lowtide.option import Group, Kind, Option
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -111,6 +111,7 @@ def takes(
                 settings = resolve(flags, os.environ)
                 with errors_reported(settings.flag("json"), settings.flag("verbose")):
                     _start_log(settings)
+                    _check_current_folder()
                     for notice in settings.notices:
                         _log.warning("%s", notice)
                     if (path := settings.text("policy_file")) is not None:
@@ -123,6 +124,17 @@ def takes(
         return command
 
     return decorate
+
+
+def _check_current_folder() -> None:
+    """Raise StorageError in a folder that was removed: there is no path, and MKL ends programs."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise StorageError(
+            f"The current folder cannot be used: {error.strerror}. It may have been removed: cd to "
+            "another one."
+        ) from error
 
 
 @contextmanager

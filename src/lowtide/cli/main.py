@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 
@@ -11,6 +12,7 @@ from lowtide.cli import EXIT_INTERRUPTED
 TYPE_CHECKING = False  # as in interrupts.py
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any, TextIO
 
 
 def main() -> None:
@@ -24,6 +26,7 @@ def main() -> None:
         # often as Python does by default, takes a tenth of a start's processor time.
         gc.set_threshold(50_000)
         _open_closed_streams()
+        sys.stderr = _messages(sys.stderr)
         app = _imported()
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         # A line that is not UTF-8 is refused where it is used, and the next one is read.
@@ -102,6 +105,24 @@ def _open_closed_streams() -> None:
                 os.set_blocking(number, True)
             except OSError:
                 pass
+
+
+class _MessageFile(io.FileIO):
+    """Standard error, where a message that cannot be written is dropped.
+
+    An answer matters more than the notes on it, whose file may lie on a full disk.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _messages(stream: TextIO) -> TextIO:
+    file = io.BufferedWriter(_MessageFile(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True)
 
 
 def _forget_interrupt() -> None:

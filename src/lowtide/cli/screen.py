@@ -21,6 +21,8 @@ from rich.table import Table
 FILE_WIDTH = 1000
 """Width of tables that do not go to a terminal, so that nothing is cut or broken."""
 
+_USUAL_WIDTH = 80
+
 # A model's text must not move the cursor or retitle the window of its reader.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -75,6 +77,8 @@ def _console(file: TextIO) -> Console:
     console = _Console(
         file=file, force_terminal=is_terminal, highlight=False, markup=False, emoji=False
     )
+    if not console.width:  # COLUMNS=0, or a terminal that does not know: nothing would be shown
+        console.width = _USUAL_WIDTH
     console.soft_wrap = not console.is_terminal
     return console
 

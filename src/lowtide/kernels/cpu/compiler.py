@@ -56,10 +56,10 @@ def run(command: Sequence[str], scratch: Path | None = None, limit_s: float = _L
     try:
         while not running.has_ended():
             time.sleep(POLL_S)
-        return running.output()
     except BaseException:
         running.stop()
         raise
+    return running.output()
 
 
 class Running:
