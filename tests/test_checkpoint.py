@@ -133,6 +133,12 @@ WRONG_FILES = [
 ]
 
 
+def test_a_shape_too_long_to_print_is_refused(tmp_path: Path) -> None:
+    folder = write_single(tmp_path, made({"a": entry(0, 1, [1] * 10_000)}, b"1"))
+    with pytest.raises(CheckpointError, match="tensor 'a' has the shape a list of 10000 values;"):
+        Checkpoint.open(folder)
+
+
 @pytest.mark.parametrize(("message", "content"), WRONG_FILES, ids=range(len(WRONG_FILES)))
 def test_wrong_files(tmp_path: Path, message: str, content: bytes) -> None:
     folder = write_single(tmp_path, content)

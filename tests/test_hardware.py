@@ -486,6 +486,18 @@ def test_a_cache_that_cannot_be_written_costs_only_the_keeping(
     assert "this run only" in caplog.text
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_costs_only_the_keeping(
+    make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Writing through a pipe would wait for its reader."""
+    KEY.path.parent.mkdir(parents=True)
+    make(KEY.path)
+    with caplog.at_level(logging.WARNING, "lowtide"):
+        assert stored_or_measured(KEY, Count()).measurements == MEASUREMENTS
+    assert f"{KEY.path} is not a regular file; remove it" in caplog.text
+
+
 def test_an_interrupted_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(source: Path, target: Path) -> None:
         raise KeyboardInterrupt

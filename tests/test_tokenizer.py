@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -401,8 +402,47 @@ def test_a_tokenizer_that_makes_texts_very_long(tmp_path: Path, kind: str) -> No
         if num_steps == 3:
             assert Tokenizer.load(tmp_path) is not None
             continue
-        with pytest.raises(CheckpointError, match=f"one character with {10**12}; at most 1024"):
+        with pytest.raises(CheckpointError, match=f"{10**12} characters of one; at most 1024"):
             Tokenizer.load(tmp_path)
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+
+
+def steps(name: str, step: object) -> Callable[[int], object]:
+    return lambda num_steps: {"type": "Sequence", name: [step] * num_steps}
+
+
+def text_again(num_times: int) -> object:
+    text = [{"Sequence": {"id": "A", "type_id": 0}}] * num_times
+    return {"type": "TemplateProcessing", "single": text, "pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "most"),
+    [
+        ("normalizer", steps("normalizers", {"type": "Prepend", "prepend": "abc"}), 5),
+        ("normalizer", steps("normalizers", {"type": "ByteLevel"}), 5),
+        ("pre_tokenizer", steps("pretokenizers", BYTES), 5),
+        ("post_processor", text_again, 1024),
+    ],
+)
+def test_every_part_that_makes_a_text_longer_is_counted(
+    kind: str, make: Callable[[int], object], most: int, tmp_path: Path
+) -> None:
+    assert Tokenizer.load(edit_tokenizer(tmp_path, **{kind: make(most)})) is not None
+    for num_times in (most + 1, 100 * most):
+        edit_tokenizer(tmp_path, **{kind: make(num_times)})
+        with pytest.raises(CheckpointError, match="characters of one; at most 1024"):
+            Tokenizer.load(tmp_path)
+
+
+def test_a_text_has_the_same_ids_each_time(tmp_path: Path) -> None:
+    """Dropout of merges is for training."""
+    model = json.loads((make_folder(tmp_path) / "tokenizer.json").read_text())["model"]
+    assert model["type"] == "BPE"
+    tokenizer = Tokenizer.load(edit_tokenizer(tmp_path, model=model | {"dropout": 0.9}))
+    assert tokenizer.encode("1 2 3 the text") == load(tmp_path).encode("1 2 3 the text")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])

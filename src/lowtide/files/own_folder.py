@@ -141,7 +141,8 @@ def own_secret(folder: OwnFolder, name: str) -> bytes:
             os.close(descriptor)
     except OSError as error:
         told = f"The key {path} cannot be used: {error.strerror}"
-        raise StorageError(f"{told}; remove it, and another is drawn.") from error
+        way_out = "make room on its disk, or remove it, and another is drawn"
+        raise StorageError(f"{told}; {way_out}.") from error
     if len(secret) != SECRET_BYTES or mode & _OTHERS:
         raise StorageError(
             f"{path} is no key of {SECRET_BYTES} bytes that this user alone can read (mode "

@@ -51,6 +51,7 @@ DTYPE_BITS = {
 
 _SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _MAX_ELEMENTS = 2**63
+_MAX_DIMENSIONS = 32
 
 
 class ArrayView(NamedTuple):
@@ -324,7 +325,7 @@ def _entry(
     dtype, shape, span = item.get("dtype"), item.get("shape"), item.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"tensor {shown(name)} has the unknown type {shown(dtype)}")
-    if not _are_sizes(shape):
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"tensor {shown(name)} has the shape {_listed(shape)}")
     if not _are_sizes(span) or len(span) != 2:
         raise ValueError(f"tensor {shown(name)} has the data_offsets {_listed(span)}")

@@ -114,18 +114,23 @@ class TextStream:
                 return
 
 
+_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
+"""Keys of parts made of steps."""
+
+
 def steps_of(part: Any) -> list[Mapping[str, Any]]:
-    """Return the steps of a decoder or normalizer, in order, as in `tokenizer.json`."""
+    """Return the steps of a part of a tokenizer, in order, as in `tokenizer.json`."""
     if part is None:
         return []
     found: list[Mapping[str, Any]] = []
     left: list[Mapping[str, Any]] = [json.loads(part.__getstate__())]
     while left:
         step = left.pop()
-        if "normalizers" in step or "decoders" in step:
-            left += [*step.get("normalizers", ()), *step.get("decoders", ())][::-1]
-        else:
+        steps = next((step[name] for name in _LISTS if name in step), None)
+        if steps is None:
             found.append(step)
+        else:
+            left += steps[::-1]
     return found
 
 

@@ -19,10 +19,10 @@ from threading import BoundedSemaphore
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import models, processors
 
 from lowtide.errors import CheckpointError, LowtideError, UsageError
-from lowtide.files.json_file import printable, read_object
+from lowtide.files.json_file import printable, read_object, shown
 from lowtide.files.regular_file import read_own
 from lowtide.model_folder.byte_level_files import (
     byte_alphabet,
@@ -384,7 +384,10 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     with blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
         backend = tokenizers.Tokenizer.from_buffer(data)
         num_added = backend.num_special_tokens_to_add(is_pair=False)
-        growth = max(_growth(part) for part in (backend.normalizer, backend.decoder))
+        parts = backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder
+        growth = max(map(_growth, parts))
+        if isinstance(backend.model, models.BPE):
+            backend.model.dropout = None  # of training: a text would have other ids each time
     if num_added > MAX_ADDED_TOKENS:
         raise CheckpointError(
             f"{path} adds {num_added} special tokens to every text; at most {MAX_ADDED_TOKENS} "
@@ -392,19 +395,26 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         )
     if growth > MAX_GROWTH:
         raise CheckpointError(
-            f"{path} may replace one character with {growth}; at most {MAX_GROWTH} are accepted. "
-            "Fetch it again."
+            f"{path} may make {shown(growth)} characters of one; at most {MAX_GROWTH} are "
+            "accepted. Fetch it again."
         )
     return backend
 
 
 def _growth(part: Any) -> int:
-    """Return the factor by which replacements may lengthen a text."""
+    """Return a bound on the factor by which a part may lengthen a text."""
     growth = 1
     for step in steps_of(part):
-        if step.get("type") == "Replace":
+        kind = step.get("type")
+        if kind == "Replace":
             replaced = len(step["pattern"].get("String", "")) or 1  # an expression may match one
             growth *= max(1, -(-len(step["content"]) // replaced))
+        elif kind == "Prepend":
+            growth *= 1 + len(step["prepend"])
+        elif kind == "ByteLevel":
+            growth *= 4  # a character for each byte
+        elif kind == "TemplateProcessing":
+            growth *= max(1, sum("Sequence" in each for each in step["single"]))
     return growth
 
 
