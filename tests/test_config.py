@@ -312,6 +312,40 @@ def test_any_value_gives_a_config_or_a_typed_error(changes: dict[str, object]) -
     assert config.moe.num_experts_per_token <= config.moe.num_experts
 
 
+LONG: dict[str, object] = {
+    "numbers": [*range(1, 20_000)],
+    "texts": [f"x{i}" for i in range(20_000)],
+    "objects": {f"x{i}": {"format": f"f{i}", "weights": {}} for i in range(20_000)},
+    "text": "x" * 200_000,
+    "integer": 1 << 60_000,
+}
+ROUNDED = {
+    "fp8": ("fmt", "weight_block_size"),
+    "gptq": ("bits", "group_size", "checkpoint_format"),
+    "awq": ("bits", "group_size", "version"),
+    "compressed-tensors": ("format", "config_groups"),
+    "modelopt": ("quant_algo",),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_however_long_a_value_is_what_is_said_of_it_is_short(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = {"fp8": {"weight_block_size": [128, 128]}}
+    changes: list[dict[str, object]] = [{key: LONG[kind]} for key in ling_config()]
+    changes += [{key: LONG[kind]} for key in ("eos_token_id", "quantization_config")]
+    for method, keys in ROUNDED.items():
+        base = {"quant_method": method, "bits": 4, "group_size": 128, **usual.get(method, {})}
+        changes += [{"quantization_config": {**base, key: LONG[kind]}} for key in keys]
+    for change in changes:
+        try:
+            read_config(ling_config(**{**TINY, **change}))
+        except LowtideError as error:
+            assert len(str(error)) < 2000, change.keys()
+    assert all(len(message) < 2000 for message in caplog.messages)
+
+
 def test_every_architecture_has_a_family() -> None:
     assert supported_architectures() == (
         "BailingMoeV2ForCausalLM",

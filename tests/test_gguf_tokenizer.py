@@ -463,6 +463,7 @@ def test_what_makes_no_tokenizer_is_refused(tmp_path: Path) -> None:
         ("gpt2", ["a"], {**good, "token_merges": ["ab"]}, CheckpointError, "merge 'ab'"),
         ("gpt2", ["a"], {"tokenizer_pre": "qwen2"}, CheckpointError, "merges is None"),
         ("llama", ["a"], {}, CheckpointError, "its 1 tokens have no scores"),
+        ("llama", ["a"], {"token_scores": [float("nan")]}, CheckpointError, "is not a number"),
         ("llama", ["a"], {"token_scores": [1.0, 2.0]}, CheckpointError, "2 values, not .*of 1 num"),
         ("gpt2", ["a", "b", "ab"], {**good, "token_types": [1]}, CheckpointError, "of 3 numbers"),
         ("gpt2", ["a" * (2 << 20)], good, CheckpointError, "have 2097160 bytes; at most 1048640"),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lowtide.config.fields import Fields
 from lowtide.errors import UnsupportedError
-from lowtide.files.json_file import shown
+from lowtide.files.json_file import listed, shown
 from lowtide.formats.grouped_ints import GROUPS
 
 PACKED_METHOD = "lowtide"
@@ -123,7 +123,7 @@ def _compressed_tensors(said: Mapping[str, object]) -> Quantisation:
     ]
     told = {shown(each) for each in formats if each is not None}
     if told != {shown("pack-quantized")}:
-        raise _refusal(f"{name} in {', '.join(sorted(told)) or 'no format'}")
+        raise _refusal(f"{name} in {listed(sorted(told)) or 'no format'}")
     found = {_scheme(each, name) for each in schemes}
     if len(found) != 1:
         raise _refusal(f"{name} with {len(found)} kinds of weights")
@@ -159,7 +159,8 @@ def _fp8(said: Mapping[str, object]) -> Quantisation:
     if blocks != [128, 128]:
         told = "with one scale for a tensor"
         if isinstance(blocks, list | tuple) and blocks:
-            told = f"by blocks of {' by '.join(map(shown, blocks))}"
+            is_pair = len(blocks) == 2
+            told = f"by blocks of {' by '.join(map(shown, blocks)) if is_pair else shown(blocks)}"
         raise _refusal(f"FP8 {told}")
     return Quantisation("fp8", 8, 128)
 

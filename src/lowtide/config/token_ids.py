@@ -9,7 +9,7 @@ from functools import cache
 from lowtide.config.fields import MAX_VOCAB, Fields
 from lowtide.config.model import Published
 from lowtide.errors import ConfigError
-from lowtide.files.json_file import shown
+from lowtide.files.json_file import listed, shown
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _token_ids(value: object, source: str) -> tuple[int, ...]:
 def _warn_of(outside: tuple[int, ...], vocab_size: int, has_others: bool) -> None:
     _log.warning(
         "eos_token_id %s is outside the vocabulary of %d and ignored%s.",
-        ", ".join(map(str, outside)),
+        listed([*map(str, outside)]),
         vocab_size,
         ""
         if has_others

@@ -16,7 +16,7 @@ from lowtide.config.fields import MAX_LAYERS, OTHER_MODEL
 from lowtide.config.rope import PairDivisors
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.unsupported import another_of
-from lowtide.files.json_file import shown
+from lowtide.files.json_file import listed, shown
 from lowtide.model_folder.checkpoint import ArrayView
 from lowtide.model_folder.gguf_header import GgufArray
 
@@ -140,7 +140,7 @@ class GgufKeys:
         if len(numbers) != 1:
             raise UnsupportedError(
                 f"{self._prefix}{key} differs between layers, which this family's do not: "
-                f"{', '.join(map(str, sorted(numbers)))}; {OTHER_MODEL}."
+                f"{listed([*map(str, sorted(numbers))])}; {OTHER_MODEL}."
             )
         return numbers.pop()
 

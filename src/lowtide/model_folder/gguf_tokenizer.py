@@ -7,6 +7,7 @@ their own ("gemma4").
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,8 @@ def _sentence_pieces(metadata: Metadata, tokens: Sequence[str], path: Path) -> t
     scores = _numbers(metadata, "tokenizer.ggml.scores", tokens, path)
     if not scores:
         raise CheckpointError(f"{path}: its {len(tokens)} tokens have no scores. {_FETCH}.")
+    if any(map(math.isnan, scores)):  # pieces would be in no order
+        raise CheckpointError(f"{path}: the score of a token is not a number. {_FETCH}.")
     has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     merges = _merges(_vocabulary(tokens), scores)
     return _pieces(metadata, tokens, path, merges, has_prefix)
