@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 from whole import check_account, check_idle
 
@@ -125,16 +124,14 @@ def test_generate_shows_it() -> None:
 def test_metrics_have_the_sums() -> None:
     from types import SimpleNamespace
 
-    from lowtide.serve.metrics import _Now
+    from lowtide.serve.metrics import Metrics
 
     with open_half(policy="lowtide") as llm:
         llm.generate([PROMPT], PARAMS)
         stats = llm.stats()
     admission = SimpleNamespace(num_running=0, num_waiting=0, num_waiting_tokens=0, num_refused=0)
-    service: Any = SimpleNamespace(admission=admission, model_name="m")
-    registry = CollectorRegistry()
-    registry.register(_Now(service, stats))
-    page = generate_latest(registry).decode()
+    service: Any = SimpleNamespace(admission=admission, model_name="m", on_served=[])
+    page = Metrics(service).page(stats).decode()
     counts = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
 
     def count(name: str, kind: str = "_total") -> float:

@@ -117,37 +117,37 @@ class Redrawing(Kind[Redrawn, RedrawnSequence, Kept]):
     def schedule(
         self, running: Sequence[RedrawnSequence], max_rows: int, share: PromptShare
     ) -> Schedule[RedrawnSequence]:
-        turns: list[Scheduled[RedrawnSequence]] = []
+        entries: list[Scheduled[RedrawnSequence]] = []
         start = 0
         for sequence in running:
             length = len(sequence.tokens)
             if start + length <= max_rows:
-                turns.append(Scheduled(sequence, 0, length, start))
+                entries.append(Scheduled(sequence, 0, length, start))
                 start += length
-        return Schedule(StepKind.DENOISE, turns)
+        return Schedule(StepKind.DENOISE, entries)
 
-    def end_tokens(self, turn: Scheduled[RedrawnSequence]) -> int:
-        return turn.sequence.kv.capacity
+    def end_tokens(self, entry: Scheduled[RedrawnSequence]) -> int:
+        return entry.sequence.kv.capacity
 
-    def pass_rows(self, turn: Scheduled[RedrawnSequence]) -> PassRows:
-        ids = np.full(turn.length, turn.sequence.request.id)
-        return PassRows(ids, np.full(turn.length, RowKind.DRAFT, np.uint8))
+    def pass_rows(self, entry: Scheduled[RedrawnSequence]) -> PassRows:
+        ids = np.full(entry.length, entry.sequence.request.id)
+        return PassRows(ids, np.full(entry.length, RowKind.DRAFT, np.uint8))
 
     def choose(
         self,
         model: Model,
         hidden: Tensor,
-        turns: Sequence[Scheduled[RedrawnSequence]],
+        entries: Sequence[Scheduled[RedrawnSequence]],
         blame: Blame,
     ) -> list[Kept | None]:
-        return [self._surest(model, hidden, turn) for turn in turns]
+        return [self._surest(model, hidden, entry) for entry in entries]
 
-    def _surest(self, model: Model, hidden: Tensor, turn: Scheduled[RedrawnSequence]) -> Kept:
-        sequence = turn.sequence
+    def _surest(self, model: Model, hidden: Tensor, entry: Scheduled[RedrawnSequence]) -> Kept:
+        sequence = entry.sequence
         positions = np.flatnonzero(sequence.is_open)
         tokens, sure = np.zeros(len(positions), np.int64), np.zeros(len(positions))
         for part, logits in tiled_logits(
-            model, hidden, turn.start + positions, np.ones(len(positions), np.bool_)
+            model, hidden, entry.start + positions, np.ones(len(positions), np.bool_)
         ):
             assert isinstance(logits, Tensor)
             found = logits.softmax(-1).max(-1)
@@ -156,9 +156,9 @@ class Redrawing(Kind[Redrawn, RedrawnSequence, Kept]):
         chosen = np.argsort(-sure, kind="stable")[: -(-len(positions) // num_left)]
         return Kept(positions[chosen], tokens[chosen])
 
-    def written(self, turn: Scheduled[RedrawnSequence], choice: Kept | None) -> list[Event]:
+    def written(self, entry: Scheduled[RedrawnSequence], choice: Kept | None) -> list[Event]:
         assert choice is not None
-        return turn.sequence.kept(choice)
+        return entry.sequence.kept(choice)
 
     def forced(self, text: ForcedText, on_logits: OnLogits) -> Redrawing:
         raise UnsupportedError("A canvas without masks hides nothing of a text.")

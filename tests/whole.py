@@ -16,9 +16,10 @@ from inside import engine_of, loop_of, worker_of
 from torch import Tensor
 
 from lowtide import AsyncLLM
-from lowtide.core import Step, StepKind
+from lowtide.core import Step
 from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.kind import Schedule
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Draft, Event, Finished, Prefill, Request
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.planner import Planner
@@ -28,7 +29,6 @@ from lowtide.experts.account import account_of
 from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import DiskTransfer
-from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan
@@ -125,16 +125,20 @@ def decoded(decoder: BatchDecoder[Any], requests: Iterable[Request]) -> list[Eve
 def trajectories_noted() -> Iterator[Trajectories]:
     """The trajectories of everything that is generated inside."""
     trajectories: Trajectories = {}
-    batch = BatchDecoder._batch
 
-    def noting(decoder: BatchDecoder, schedule: Schedule[Any]) -> Batch:
-        for turn in schedule.turns if schedule.kind is StepKind.DENOISE else ():
-            rows = trajectories.setdefault(turn.sequence.request.id, [])
-            rows.append(turn.sequence.tokens[: turn.stop].tolist())
-        return batch(decoder, schedule)
+    def noting(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(kind: Any, model: Any, hidden: Tensor, entries: Any, *rest: Any) -> Any:
+            for entry in entries:
+                if not entry.is_final:
+                    rows = trajectories.setdefault(entry.sequence.request.id, [])
+                    rows.append(entry.sequence.tokens[: entry.stop].tolist())
+            return choose(kind, model, hidden, entries, *rest)
+
+        return chosen
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BatchDecoder, "_batch", noting)
+        for kind in (BlockDiffusion, MaskedDiffusion):
+            patch.setattr(kind, "choose", noting(kind.choose))
         yield trajectories
 
 

@@ -66,7 +66,7 @@ def read_rope(
     without it all have to. usual_theta: the one of files that name none; without it they have to.
     """
     said = [
-        _Said(
+        _RotaryFields(
             fields.optional_number("rope_theta", low=1.0, high=1e15),
             fields.optional_number("partial_rotary_factor", low=0.0, high=1.0),
         )
@@ -124,7 +124,7 @@ class _Stretch(NamedTuple):
     bands: _Bands | None = None
 
 
-class _Said(NamedTuple):
+class _RotaryFields(NamedTuple):
     """Rotary parameters from one place of the file; None if not given."""
 
     theta: float | None
@@ -132,10 +132,10 @@ class _Said(NamedTuple):
     stretch: _Stretch | None = None
 
 
-def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) -> _Said:
+def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) -> _RotaryFields:
     given = fields.raw(name)
     if isinstance(given, PairDivisors):
-        return _Said(None, None, _by_pair(given, can_stretch))
+        return _RotaryFields(None, None, _by_pair(given, can_stretch))
     if not isinstance(given, dict):
         raise fields.error(name, "must be an object")
     inner = Fields(given, f"{name}.")
@@ -147,7 +147,7 @@ def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) ->
             f"supported, only {', '.join(map(shown, known))}; {OTHER_MODEL}."
         )
     stretch = None if kind == "default" else _STRETCHES[kind](inner, max_positions)
-    said = _Said(
+    said = _RotaryFields(
         inner.optional_number("rope_theta", low=1.0, high=1e15),
         inner.optional_number("partial_rotary_factor", low=0.0, high=1.0),
         stretch,

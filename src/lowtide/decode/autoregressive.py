@@ -54,7 +54,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
         self, running: Sequence[CausalSequence], max_rows: int, share: PromptShare
     ) -> Schedule[CausalSequence]:
         """Schedule answers first, then prompts; a pass with only partial prompts is a prefill."""
-        turns: list[Scheduled[CausalSequence]] = []
+        entries: list[Scheduled[CausalSequence]] = []
         num_free = max_rows
         prompts = [sequence for sequence in running if sequence.num_rows > 1]
         answers = [sequence for sequence in running if sequence.num_rows == 1]
@@ -63,47 +63,47 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
             first, start = sequence.num_cached, max_rows - num_free
             num_rows = _fed_rows(sequence, first, num_free)
             if num_rows:
-                turns.append(Scheduled(sequence, first, first + num_rows, start))
+                entries.append(Scheduled(sequence, first, first + num_rows, start))
                 num_free -= num_rows
-        is_decode = any(turn.sequence.has_answer for turn in turns)
-        has_prompts = any(turn.length > 1 for turn in turns)
-        return Schedule(StepKind.DECODE if is_decode else StepKind.PREFILL, turns, has_prompts)
+        is_decode = any(entry.sequence.has_answer for entry in entries)
+        has_prompts = any(entry.length > 1 for entry in entries)
+        return Schedule(StepKind.DECODE if is_decode else StepKind.PREFILL, entries, has_prompts)
 
     def lengthened(
-        self, turn: Scheduled[CausalSequence], max_rows: int, max_chunks: int, is_alone: bool
+        self, entry: Scheduled[CausalSequence], max_rows: int, max_chunks: int, is_alone: bool
     ) -> Scheduled[CausalSequence]:
         """Add chunks, but no short ones: those are passes of their own, which round elsewhere.
 
         In company all are whole passes, since others would take the rows that are left.
         """
         least_rows = MAX_SHORT_ROWS + 1 if is_alone else max_rows
-        sequence, num_rows = turn.sequence, turn.length
+        sequence, num_rows = entry.sequence, entry.length
         ends: list[int] = []
-        stop = turn.first
+        stop = entry.first
         while num_rows >= least_rows and len(ends) < max_chunks:
             ends.append(stop := stop + num_rows)
             num_rows = _fed_rows(sequence, stop, max_rows)
-        if len(ends) < 2 or stop - turn.first <= TILE_ROWS:
-            return turn
-        return turn._replace(stop=stop, chunk_ends=tuple(ends))
+        if len(ends) < 2 or stop - entry.first <= TILE_ROWS:
+            return entry
+        return entry._replace(stop=stop, chunk_ends=tuple(ends))
 
-    def pass_rows(self, turn: Scheduled[CausalSequence]) -> PassRows:
-        return turn.sequence.pass_rows(turn.first, turn.stop)
+    def pass_rows(self, entry: Scheduled[CausalSequence]) -> PassRows:
+        return entry.sequence.pass_rows(entry.first, entry.stop)
 
     def choose(
         self,
         model: Model,
         hidden: Tensor,
-        turns: Sequence[Scheduled[CausalSequence]],
+        entries: Sequence[Scheduled[CausalSequence]],
         blame: Blame,
     ) -> list[Choice | None]:
-        """Choose the next token of each turn that fed all known tokens of its sequence."""
-        wanted = [i for i, turn in enumerate(turns) if turn.stop == turn.sequence.num_known]
-        choices: list[Choice | None] = [None] * len(turns)
+        """Choose the next token of each entry that fed all known tokens of its sequence."""
+        wanted = [i for i, entry in enumerate(entries) if entry.stop == entry.sequence.num_known]
+        choices: list[Choice | None] = [None] * len(entries)
         if wanted:
-            sequences = [turns[i].sequence for i in wanted]
+            sequences = [entries[i].sequence for i in wanted]
             needs_logits = np.array([sequence.needs_logits for sequence in sequences])
-            rows = np.array([turns[i].end - 1 for i in wanted])
+            rows = np.array([entries[i].end - 1 for i in wanted])
             for part, logits in tiled_logits(model, hidden, rows, needs_logits):
                 try:
                     chosen = self._choose_tokens(logits, sequences[part])
@@ -120,10 +120,10 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
         """Choose each sequence's next token from its row of logits."""
         return choose(logits, sequences)
 
-    def written(self, turn: Scheduled[CausalSequence], choice: Choice | None) -> list[Event]:
+    def written(self, entry: Scheduled[CausalSequence], choice: Choice | None) -> list[Event]:
         if choice is None:
-            return turn.sequence.prefilled(turn.stop)
-        return turn.sequence.advanced(choice, self.use_kv_cache)
+            return entry.sequence.prefilled(entry.stop)
+        return entry.sequence.advanced(choice, self.use_kv_cache)
 
     def forced(self, text: ForcedText, on_logits: OnLogits) -> Autoregressive:
         return _Forced(text, on_logits, self)

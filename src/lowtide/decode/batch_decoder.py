@@ -132,19 +132,19 @@ class BatchDecoder(Generic[S, C]):
         """
         self._admit()
         schedule = self._schedule()
-        if not schedule.turns:
+        if not schedule.entries:
             return []
-        for number, turn in enumerate(schedule.turns):
-            if turn.length > 1:
-                cuts = self._kept.expect_copies(turn.sequence, turn.chunk_ends or (turn.stop,))
-                schedule.turns[number] = turn._replace(cuts=cuts)
+        for number, entry in enumerate(schedule.entries):
+            if entry.length > 1:
+                cuts = self._kept.expect_copies(entry.sequence, entry.chunk_ends or (entry.stop,))
+                schedule.entries[number] = entry._replace(cuts=cuts)
         with torch.inference_mode():  # also of the copies of states that follow a pass
             with self.prompt_share.measured(schedule.has_prompts):
                 hidden = self._model.forward(self._batch(schedule))
-                choices = self._kind.choose(self._model, hidden, schedule.turns, self._blame)
-                self._kv_cache.end_pass(turn.sequence.kv for turn in schedule.turns)
+                choices = self._kind.choose(self._model, hidden, schedule.entries, self._blame)
+                self._kv_cache.end_pass(entry.sequence.kv for entry in schedule.entries)
             self._num_passes += schedule.kind is not StepKind.PREFILL
-            return self._settle(schedule.turns, choices)
+            return self._settle(schedule.entries, choices)
 
     def cancel(self, request_id: int, is_sound: bool = True) -> bool:
         """Drop a request between passes and free its room; return False if it is unknown.
@@ -195,22 +195,24 @@ class BatchDecoder(Generic[S, C]):
         """Return the next pass that fits in memory, pausing the newest sequences if needed."""
         while True:
             schedule = self._kind.schedule(self._running, self._max_rows, self.prompt_share)
-            turns = schedule.turns
+            entries = schedule.entries
             # Then nobody waits for a token, and who came later waits for this prompt anyway.
-            if schedule.kind is StepKind.PREFILL and len(turns) == 1:
-                turns[0] = self._kind.lengthened(
-                    turns[0], self._max_rows, self._max_chunks(), is_alone=len(self._running) == 1
+            if schedule.kind is StepKind.PREFILL and len(entries) == 1:
+                entries[0] = self._kind.lengthened(
+                    entries[0], self._max_rows, self._max_chunks(), is_alone=len(self._running) == 1
                 )
-            if self._see_to_memory((turn.sequence, self._kind.end_tokens(turn)) for turn in turns):
+            if self._see_to_memory(
+                (entry.sequence, self._kind.end_tokens(entry)) for entry in entries
+            ):
                 return schedule
 
     def _batch(self, schedule: Schedule[S]) -> Batch:
-        """Concatenate the rows of a pass, turn by turn."""
-        kind, turns, _ = schedule
-        copies = [copy for turn in turns for copy in self._kind.copies(turn)]
-        positions = [np.arange(turn.first, turn.stop) for turn in turns for _ in turn.starts]
-        logit_rows, asked = self._kind.asked(turns)
-        own = turns[0].sequence.num_block_passes if len(self._running) == 1 else None
+        """Concatenate the rows of a pass, entry by entry."""
+        kind, entries, _ = schedule
+        copies = [copy for entry in entries for copy in self._kind.copies(entry)]
+        positions = [np.arange(entry.first, entry.stop) for entry in entries for _ in entry.starts]
+        logit_rows, asked = self._kind.asked(entries)
+        own = entries[0].sequence.num_block_passes if len(self._running) == 1 else None
         return Batch(
             token_ids=torch.from_numpy(np.concatenate([tokens for tokens, _ in copies])),
             positions=torch.from_numpy(np.concatenate(positions)),
@@ -218,28 +220,28 @@ class BatchDecoder(Generic[S, C]):
             step=Step(
                 kind,
                 index=self._num_passes if own is None else own,
-                rows=joined([self._kind.pass_rows(turn) for turn in turns]),
-                is_last=kind is not StepKind.PREFILL and self._is_last(turns),
+                rows=joined([self._kind.pass_rows(entry) for entry in entries]),
+                is_last=kind is not StepKind.PREFILL and self._is_last(entries),
             ),
             logit_rows=logit_rows,
             asked=asked,
-            chunk_ends=tuple(end - turns[0].first for end in turns[0].chunk_ends),
-            on_layer=partial(self._tell_layer, turns[0]),
+            chunk_ends=tuple(end - entries[0].first for end in entries[0].chunk_ends),
+            on_layer=partial(self._tell_layer, entries[0]),
         )
 
-    def _tell_layer(self, turn: Scheduled[S], share: float) -> None:
+    def _tell_layer(self, entry: Scheduled[S], share: float) -> None:
         """Report the share of its layers that a pass over several chunks has behind it."""
         self.heed()
-        request, num_done = turn.sequence.request, int(share * turn.length)
-        if 0 < num_done < turn.length:
-            progress = Prefill(request.id, turn.first + num_done, turn.sequence.num_known)
+        request, num_done = entry.sequence.request, int(share * entry.length)
+        if 0 < num_done < entry.length:
+            progress = Prefill(request.id, entry.first + num_done, entry.sequence.num_known)
             self.on_progress([progress])
 
-    def _is_last(self, turns: Sequence[Scheduled[S]]) -> bool:
+    def _is_last(self, entries: Sequence[Scheduled[S]]) -> bool:
         """Return True if every sequence takes part and is expected to end with this pass."""
-        if self._waiting or self._paused or len(turns) < len(self._running):
+        if self._waiting or self._paused or len(entries) < len(self._running):
             return False
-        return all(turn.sequence.is_expected_to_end for turn in turns)
+        return all(entry.sequence.is_expected_to_end for entry in entries)
 
     def _admit(self) -> None:
         """Resume paused requests, then start waiting ones, in order, until room runs out.
@@ -357,24 +359,24 @@ class BatchDecoder(Generic[S, C]):
         """Record that the current pass failed for these sequences only."""
         self._taking_part = [sequence.request for sequence in sequences]
 
-    def _settle(self, turns: Sequence[Scheduled[S]], choices: Sequence[C | None]) -> list[Event]:
+    def _settle(self, entries: Sequence[Scheduled[S]], choices: Sequence[C | None]) -> list[Event]:
         """Advance the sequences of a pass and free the finished ones.
 
         A sequence that wrote moves behind all others. A prompt in progress keeps its place, so that
         prompts finish one after another.
         """
-        if len(turns) == 1 and turns[0].is_final:
-            [turn] = turns
-            for first, stop in pairwise((turn.first, *(turn.chunk_ends or (turn.stop,)))):
-                self._kept.note_pass(turn.sequence, first, stop)
+        if len(entries) == 1 and entries[0].is_final:
+            [entry] = entries
+            for first, stop in pairwise((entry.first, *(entry.chunk_ends or (entry.stop,)))):
+                self._kept.note_pass(entry.sequence, first, stop)
         events: list[Event] = []
-        for turn, choice in zip(turns, choices, strict=True):
-            events += self._kind.written(turn, choice)
-            self._kept.copy_states(turn.sequence)
-        for turn, choice in zip(turns, choices, strict=True):
+        for entry, choice in zip(entries, choices, strict=True):
+            events += self._kind.written(entry, choice)
+            self._kept.copy_states(entry.sequence)
+        for entry, choice in zip(entries, choices, strict=True):
             if choice is None:
                 continue
-            sequence = turn.sequence
+            sequence = entry.sequence
             self._running.remove(sequence)
             if sequence.is_finished:
                 self._kept.end(sequence)

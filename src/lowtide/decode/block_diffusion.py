@@ -62,38 +62,38 @@ class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
         """
         prompts = [sequence for sequence in running if sequence.num_rows > max_rows]
         answers = [sequence for sequence in running if sequence.num_rows <= max_rows]
-        turns: list[Scheduled[BlockSequence]] = []
+        entries: list[Scheduled[BlockSequence]] = []
         num_free = max_rows
         if not share.holds_back(callers(prompts), callers(answers)):
             for sequence in prompts:
                 length = sequence.request.block_length
                 num_blocks = min(sequence.num_rows - length, num_free) // length
                 if num_blocks:
-                    turns.append(_turn(sequence, num_blocks * length, max_rows - num_free))
+                    entries.append(_entry(sequence, num_blocks * length, max_rows - num_free))
                     num_free -= num_blocks * length
-        if turns:
-            return Schedule(StepKind.PREFILL, turns, has_prompts=True)
+        if entries:
+            return Schedule(StepKind.PREFILL, entries, has_prompts=True)
         for sequence in answers:
             if sequence.num_rows <= num_free:
-                turns.append(_turn(sequence, sequence.num_rows, max_rows - num_free))
+                entries.append(_entry(sequence, sequence.num_rows, max_rows - num_free))
                 num_free -= sequence.num_rows
-        return Schedule(StepKind.DENOISE, turns)
+        return Schedule(StepKind.DENOISE, entries)
 
-    def pass_rows(self, turn: Scheduled[BlockSequence]) -> PassRows:
-        return turn.sequence.pass_rows(turn.first, turn.stop)
+    def pass_rows(self, entry: Scheduled[BlockSequence]) -> PassRows:
+        return entry.sequence.pass_rows(entry.first, entry.stop)
 
     def choose(
         self,
         model: Model,
         hidden: Tensor,
-        turns: Sequence[Scheduled[BlockSequence]],
+        entries: Sequence[Scheduled[BlockSequence]],
         blame: Blame,
     ) -> list[BlockPrediction | None]:
-        """Predict each turn's block, computing logits tile by tile."""
-        if turns[0].is_final:  # all are: a prefill
-            return [None] * len(turns)
+        """Predict each entry's block, computing logits tile by tile."""
+        if entries[0].is_final:  # all are: a prefill
+            return [None] * len(entries)
         predictions, rows, needs_logits, starts = [], [], [], [0]
-        for sequence, first, _, start, *_ in turns:
+        for sequence, first, _, start, *_ in entries:
             wanted = sequence.wanted_positions()
             rows.append(start + wanted - first)
             needs_logits.append(np.full(len(wanted), sequence.needs_logits))
@@ -102,30 +102,30 @@ class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
         for tile, logits in tiled_logits(
             model, hidden, np.concatenate(rows), np.concatenate(needs_logits)
         ):
-            for turn, prediction, start in zip(turns, predictions, starts, strict=False):
+            for entry, prediction, start in zip(entries, predictions, starts, strict=False):
                 low = max(start, tile.start)
                 high = min(start + len(prediction.positions), tile.stop)
                 if low < high:
                     part = logits[low - tile.start : high - tile.start]
                     try:
-                        turn.sequence.choose(part, prediction, slice(low - start, high - start))
+                        entry.sequence.choose(part, prediction, slice(low - start, high - start))
                     except NumericError:
-                        blame([turn.sequence])
+                        blame([entry.sequence])
                         raise
         return [*predictions]
 
     def written(
-        self, turn: Scheduled[BlockSequence], choice: BlockPrediction | None
+        self, entry: Scheduled[BlockSequence], choice: BlockPrediction | None
     ) -> list[Event]:
         if choice is None:
-            return turn.sequence.prefilled(turn.stop)
-        return turn.sequence.denoised(choice, self.use_kv_cache)
+            return entry.sequence.prefilled(entry.stop)
+        return entry.sequence.denoised(choice, self.use_kv_cache)
 
     def forced(self, text: ForcedText, on_logits: OnLogits) -> BlockDiffusion:
         return _Forced(text, on_logits, self)
 
 
-def _turn(sequence: BlockSequence, num_rows: int, start: int) -> Scheduled[BlockSequence]:
+def _entry(sequence: BlockSequence, num_rows: int, start: int) -> Scheduled[BlockSequence]:
     first = sequence.num_cached
     return Scheduled(sequence, first, first + num_rows, start)
 

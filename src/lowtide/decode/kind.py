@@ -35,7 +35,7 @@ Blame = Callable[[Iterable[Running]], None]
 
 
 class Scheduled(NamedTuple, Generic[S]):
-    """One sequence's part of a pass: positions `first` to `stop`, in rows from `start` on.
+    """Entry of a pass, one sequence's part: positions `first` to `stop`, in rows from `start` on.
 
     With guidance, a second copy of the same positions follows the first. chunk_ends: of a prompt in
     several chunks, the position behind each. cuts: see `Segment`.
@@ -74,7 +74,7 @@ class Schedule(NamedTuple, Generic[S]):
     """The next pass. has_prompts: its time counts as time for prompts (`PromptShare`)."""
 
     kind: StepKind
-    turns: list[Scheduled[S]]
+    entries: list[Scheduled[S]]
     has_prompts: bool = False
 
 
@@ -168,47 +168,47 @@ class Kind(abc.ABC, Generic[D, S, C]):
         """Choose the sequences of the next pass, with at most `max_rows` rows."""
 
     def lengthened(
-        self, turn: Scheduled[S], max_rows: int, max_chunks: int, is_alone: bool
+        self, entry: Scheduled[S], max_rows: int, max_chunks: int, is_alone: bool
     ) -> Scheduled[S]:
-        """Extend a prompt's turn by the chunks of its next passes, to at most `max_chunks`.
+        """Extend a prompt's entry by the chunks of its next passes, to at most `max_chunks`.
 
         Each chunk computes what it would in its own pass. is_alone: no other sequence would have
         rows in those passes.
         """
-        return turn
+        return entry
 
-    def end_tokens(self, turn: Scheduled[S]) -> int:
-        """Return the number of tokens whose keys and values a turn writes or reads."""
-        return turn.stop
+    def end_tokens(self, entry: Scheduled[S]) -> int:
+        """Return the number of tokens whose keys and values an entry writes or reads."""
+        return entry.stop
 
     @abc.abstractmethod
-    def pass_rows(self, turn: Scheduled[S]) -> PassRows:
-        """Return the kind of each row of a turn, for all its copies."""
+    def pass_rows(self, entry: Scheduled[S]) -> PassRows:
+        """Return the kind of each row of an entry, for all its copies."""
 
-    def copies(self, turn: Scheduled[S]) -> list[tuple[IntArray, Segment]]:
+    def copies(self, entry: Scheduled[S]) -> list[tuple[IntArray, Segment]]:
         """Return each copy's tokens, with the segment that says which tokens they attend to."""
-        sequence, first, stop, start, *_ = turn
+        sequence, first, stop, start, *_ = entry
         segment = Segment(
-            start, turn.end, first, sequence.block_length, sequence.kv, cuts=turn.cuts
+            start, entry.end, first, sequence.block_length, sequence.kv, cuts=entry.cuts
         )
         return [(sequence.tokens[first:stop], segment)]
 
-    def asked(self, turns: Sequence[Scheduled[S]]) -> tuple[int, tuple[LogitNeeds, ...]]:
+    def asked(self, entries: Sequence[Scheduled[S]]) -> tuple[int, tuple[LogitNeeds, ...]]:
         """Return the most rows whose statistics are needed at once, and the kinds of statistics."""
         return 0, ()
 
     @abc.abstractmethod
     def choose(
-        self, model: Model, hidden: Tensor, turns: Sequence[Scheduled[S]], blame: Blame
+        self, model: Model, hidden: Tensor, entries: Sequence[Scheduled[S]], blame: Blame
     ) -> list[C | None]:
-        """Choose what each turn's sequence writes; None if the turn only filled the cache.
+        """Choose what each entry's sequence writes; None if the entry only filled the cache.
 
         Raises NumericError for logits that are not finite, after calling `blame`.
         """
 
     @abc.abstractmethod
-    def written(self, turn: Scheduled[S], choice: C | None) -> list[Event]:
-        """Advance a turn's sequence by its choice after the pass."""
+    def written(self, entry: Scheduled[S], choice: C | None) -> list[Event]:
+        """Advance an entry's sequence by its choice after the pass."""
 
     def paused(self, sequence: S) -> None:
         """Reset what a sequence derived from keys and values that it has lost."""

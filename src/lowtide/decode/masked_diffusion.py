@@ -117,18 +117,18 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
     def schedule(
         self, running: Sequence[MaskedSequence], max_rows: int, share: PromptShare
     ) -> Schedule[MaskedSequence]:
-        turns: list[Scheduled[MaskedSequence]] = []
+        entries: list[Scheduled[MaskedSequence]] = []
         num_rows = 0
         for sequence in running:
             first, stop = self._fed(sequence)
             length, num_copies = stop - first, _num_copies(sequence.request.params.diffusion)
             if num_rows + num_copies * length <= max_rows:
-                turns.append(Scheduled(sequence, first, stop, num_rows, num_copies))
+                entries.append(Scheduled(sequence, first, stop, num_rows, num_copies))
                 num_rows += num_copies * length
-        return Schedule(StepKind.DENOISE, turns)
+        return Schedule(StepKind.DENOISE, entries)
 
-    def end_tokens(self, turn: Scheduled[MaskedSequence]) -> int:
-        return turn.sequence.kv.capacity
+    def end_tokens(self, entry: Scheduled[MaskedSequence]) -> int:
+        return entry.sequence.kv.capacity
 
     def _fed(self, sequence: MaskedSequence) -> tuple[int, int]:
         """Return the range of positions that a sequence's next pass computes.
@@ -142,42 +142,42 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         first = max(0, block.start - self.decoding.logits_shift)
         return first, block.stop if self.cache_mode is CacheMode.DUAL else length
 
-    def pass_rows(self, turn: Scheduled[MaskedSequence]) -> PassRows:
+    def pass_rows(self, entry: Scheduled[MaskedSequence]) -> PassRows:
         """Mark a block's first pass as kept if later passes use its keys and values."""
-        is_kept = self.cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
-        kind, num_rows = RowKind.COMMIT if is_kept else RowKind.DRAFT, turn.end - turn.start
-        ids = np.full(num_rows, turn.sequence.request.id)
+        is_kept = self.cache_mode is not CacheMode.EXACT and not entry.sequence.num_block_passes
+        kind, num_rows = RowKind.COMMIT if is_kept else RowKind.DRAFT, entry.end - entry.start
+        ids = np.full(num_rows, entry.sequence.request.id)
         return PassRows(ids, np.full(num_rows, kind, np.uint8))
 
-    def copies(self, turn: Scheduled[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
+    def copies(self, entry: Scheduled[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
         """Return the sequence and, with guidance, the sequence without its prompt."""
-        sequence, first, stop, _, num_copies, *_ = turn
+        sequence, first, stop, _, num_copies, *_ = entry
         texts, length = (sequence.tokens, sequence.unconditional_tokens()), len(sequence.tokens)
         return [
             (
                 texts[copy][first:stop],
                 Segment(
                     start,
-                    start + turn.length,
+                    start + entry.length,
                     first,
                     block_length=length,
                     kv=sequence.kv.part(copy, num_copies),
                     sees_to=length,
                 ),
             )
-            for copy, start in enumerate(turn.starts)
+            for copy, start in enumerate(entry.starts)
         ]
 
     def asked(
-        self, turns: Sequence[Scheduled[MaskedSequence]]
+        self, entries: Sequence[Scheduled[MaskedSequence]]
     ) -> tuple[int, tuple[LogitNeeds, ...]]:
         """Count rows in buckets, so that a request has few sizes of passes."""
         num_rows, asked = 0, []
-        for (is_guided, needs_logits), indices in _read_alike(turns).items():
+        for (is_guided, needs_logits), indices in _read_alike(entries).items():
             if not needs_logits:
-                alike = [turns[i] for i in indices]
-                num_read = sum(len(turn.sequence.wanted) for turn in alike)
-                most = sum(turn.sequence.request.max_tokens for turn in alike)
+                alike = [entries[i] for i in indices]
+                num_read = sum(len(entry.sequence.wanted) for entry in alike)
+                most = sum(entry.sequence.request.max_tokens for entry in alike)
                 num_rows = max(num_rows, bucket(num_read, max(num_read, most)))
                 asked.append(LogitNeeds(*_wanted(alike), is_guided))
         return num_rows, tuple(sorted(asked))
@@ -186,31 +186,31 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         self,
         model: Model,
         hidden: Tensor,
-        turns: Sequence[Scheduled[MaskedSequence]],
+        entries: Sequence[Scheduled[MaskedSequence]],
         blame: Blame,
     ) -> list[Candidates | None]:
-        """Choose a candidate for every wanted position of each turn."""
-        found = [Candidates.empty(len(turn.sequence.wanted)) for turn in turns]
-        for (_, needs_logits), indices in _read_alike(turns).items():
+        """Choose a candidate for every wanted position of each entry."""
+        found = [Candidates.empty(len(entry.sequence.wanted)) for entry in entries]
+        for (_, needs_logits), indices in _read_alike(entries).items():
             read = self._read_logits if needs_logits else self._read_statistics
-            read(model, hidden, [turns[i] for i in indices], [found[i] for i in indices], blame)
+            read(model, hidden, [entries[i] for i in indices], [found[i] for i in indices], blame)
         return [*found]
 
     def _read_statistics(
         self,
         model: Model,
         hidden: Tensor,
-        turns: Sequence[Scheduled[MaskedSequence]],
+        entries: Sequence[Scheduled[MaskedSequence]],
         found: Sequence[Candidates],
         blame: Blame,
     ) -> None:
-        rows = _joined([_rows(turn, self.decoding.logits_shift) for turn in turns])
-        statistics = read_statistics(model, hidden, rows, _wanted(turns))
+        rows = _joined([_rows(entry, self.decoding.logits_shift) for entry in entries])
+        statistics = read_statistics(model, hidden, rows, _wanted(entries))
         start = 0
-        for turn, candidates in zip(turns, found, strict=True):
-            positions = turn.sequence.wanted
+        for entry, candidates in zip(entries, found, strict=True):
+            positions = entry.sequence.wanted
             own = statistics.part(start + np.arange(len(positions)))
-            with _choosing_for(turn.sequence, blame):
+            with _choosing_for(entry.sequence, blame):
                 candidates.put(slice(None), Candidates.likeliest(own, positions))
             start += len(positions)
 
@@ -218,18 +218,18 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         self,
         model: Model,
         hidden: Tensor,
-        turns: Sequence[Scheduled[MaskedSequence]],
+        entries: Sequence[Scheduled[MaskedSequence]],
         found: Sequence[Candidates],
         blame: Blame,
     ) -> None:
-        for turn, candidates in zip(turns, found, strict=True):
-            rows = _rows(turn, self.decoding.logits_shift)
+        for entry, candidates in zip(entries, found, strict=True):
+            rows = _rows(entry, self.decoding.logits_shift)
             for part, logits in read_logits(model, hidden, rows):
-                with _choosing_for(turn.sequence, blame):
-                    candidates.put(part, turn.sequence.choose(logits, part))
+                with _choosing_for(entry.sequence, blame):
+                    candidates.put(part, entry.sequence.choose(logits, part))
 
-    def written(self, turn: Scheduled[MaskedSequence], choice: Candidates | None) -> list[Event]:
-        sequence = turn.sequence
+    def written(self, entry: Scheduled[MaskedSequence], choice: Candidates | None) -> list[Event]:
+        sequence = entry.sequence
         if self.cache_mode is not CacheMode.EXACT:  # what it has of them is wanted again
             sequence.kv.num_written = sequence.kv.capacity
         return [] if choice is None else sequence.denoised(choice)
@@ -249,25 +249,25 @@ def _choosing_for(sequence: MaskedSequence, blame: Blame) -> Iterator[None]:
         raise
 
 
-def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
+def _rows(entry: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
     """Return the rows whose hidden states give the logits of the wanted positions."""
-    own = rows_that_predict(turn.sequence.wanted - turn.first, logits_shift) + turn.start
-    if turn.num_copies == 1:
+    own = rows_that_predict(entry.sequence.wanted - entry.first, logits_shift) + entry.start
+    if entry.num_copies == 1:
         return Rows(own)
-    return Rows(own, own + turn.length, np.full(len(own), turn.sequence.cfg_scale + 1))
+    return Rows(own, own + entry.length, np.full(len(own), entry.sequence.cfg_scale + 1))
 
 
-def _read_alike(turns: Sequence[Scheduled[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
-    """Group turns whose logits are read alike: (is guided, needs whole logits) -> turns."""
+def _read_alike(entries: Sequence[Scheduled[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
+    """Group entries whose logits are read alike: (is guided, needs whole logits) -> entries."""
     alike: dict[tuple[bool, bool], list[int]] = {}
-    for index, turn in enumerate(turns):
-        kind = (turn.num_copies > 1, turn.sequence.reading.needs_logits)
+    for index, entry in enumerate(entries):
+        kind = (entry.num_copies > 1, entry.sequence.reading.needs_logits)
         alike.setdefault(kind, []).append(index)
     return alike
 
 
-def _wanted(turns: Sequence[Scheduled[MaskedSequence]]) -> Wanted:
-    readings = [turn.sequence.reading for turn in turns]
+def _wanted(entries: Sequence[Scheduled[MaskedSequence]]) -> Wanted:
+    readings = [entry.sequence.reading for entry in entries]
     return Wanted(
         second=any(reading.needs_second for reading in readings),
         entropy=any(reading.needs_entropy for reading in readings),

@@ -33,7 +33,7 @@ CLOSE_LIMIT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class _Kept(NamedTuple):
+class _WaitingSequence(NamedTuple):
     """A sequence to write at `due_s`, if it is still kept then."""
 
     model: bytes
@@ -43,7 +43,7 @@ class _Kept(NamedTuple):
     due_s: float
 
 
-class _Gone(Exception):
+class _RangeGone(Exception):
     """The sequence's range has been given to another one."""
 
 
@@ -61,7 +61,7 @@ class SequenceWriter:
 
     def offer(self, model: bytes, tokens: IntArray, kv: KVRange) -> None:
         """Queue a newly kept range for writing."""
-        kept = _Kept(model, tokens, kv, kv.num_kept, monotonic() + SETTLE_S)
+        kept = _WaitingSequence(model, tokens, kv, kv.num_kept, monotonic() + SETTLE_S)
         try:
             self._thread.submit(partial(self._write_or_tell, kept))
         except StorageError as error:
@@ -78,23 +78,23 @@ class SequenceWriter:
         self._is_hurried.set()
         return self._thread.close(CLOSE_LIMIT_S)
 
-    def _write_or_tell(self, kept: _Kept) -> int:
+    def _write_or_tell(self, kept: _WaitingSequence) -> int:
         """Write a sequence, or log why not; return the bytes written."""
         self._is_hurried.wait(max(0.0, kept.due_s - monotonic()))
         try:
             return self._write(kept)
-        except _Gone:
+        except _RangeGone:
             return 0
         except Exception as error:  # no fault of writing may fail a request
             self._tell(error)
             return 0
 
-    def _write(self, kept: _Kept) -> int:
+    def _write(self, kept: _WaitingSequence) -> int:
         files, tokens = self._files, kept.tokens
         snapshots = self._kv_cache.kept_snapshots(kept.kv, kept.num_kept)
         firsts = self._kv_cache.kept_firsts(kept.kv, kept.num_kept)
         if snapshots is None or firsts is None:
-            raise _Gone
+            raise _RangeGone
         stored = {entry.name: head for entry, head in files.of_model(kept.model)}
         num_shared = {name: num_common(head.tokens, tokens) for name, head in stored.items()}
         for name, head in stored.items():
@@ -129,7 +129,7 @@ class SequenceWriter:
         self._note_stored(new_name, kept)
         return num_bytes
 
-    def _note_stored(self, name: str, kept: _Kept) -> None:
+    def _note_stored(self, name: str, kept: _WaitingSequence) -> None:
         """Mark a range as completely stored, and unmark ranges whose files are gone."""
         names = {entry.name for entry, _ in self._files.of_model(kept.model)}
         for gone in self._stored.keys() - names:
@@ -139,8 +139,8 @@ class SequenceWriter:
         self._stored[name] = kept.kv
         kept.kv.num_stored = kept.num_kept
 
-    def _chunks(self, kept: _Kept, head: FileHead) -> Iterator[NDArray[np.uint8]]:
-        """Yield the chunks in stored form, each valid until the next. Raise _Gone."""
+    def _chunks(self, kept: _WaitingSequence, head: FileHead) -> Iterator[NDArray[np.uint8]]:
+        """Yield the chunks in stored form, each valid until the next. Raise _RangeGone."""
         layout, cache = self._layout, self._kv_cache
         held = kept.kv, kept.num_kept
         buffer = np.empty(layout.most_stored_bytes, np.uint8)
@@ -153,7 +153,7 @@ class SequenceWriter:
                 content = layout.of_group(chunk.group).content(stored, len(chunk.tokens))
                 is_there = cache.copy_kept(*held, chunk.tokens.start, content, chunk.group)
             if not is_there:
-                raise _Gone
+                raise _RangeGone
             seal(stored, chunk, head, self._files.key)
             yield stored
 

@@ -41,7 +41,7 @@ class LinkFacts(NamedTuple):
     busy_s: float  # an upper bound of the time that the link is busy
 
 
-class _Wanted(NamedTuple):
+class _WaitingExpert(NamedTuple):
     """Expert that waits for an idle link."""
 
     layer: int
@@ -78,11 +78,13 @@ class Link:
         # By layer: of all its slots while it stays wholly resident, later than those above.
         self._whole_use: list[Event | None] = [None] * ledger.num_layers
         self._coming: dict[tuple[int, int], Arrival] = {}
-        self._ahead: deque[_Wanted] = deque()
-        self._moves: dict[tuple[int, int], _Wanted] = {}  # by layer and expert, in their order
+        self._ahead: deque[_WaitingExpert] = deque()
+        self._moves: dict[
+            tuple[int, int], _WaitingExpert
+        ] = {}  # by layer and expert, in their order
         self._under_way: int | None = None  # the layer whose residents may still be run
         self._waits = np.zeros((ledger.num_layers, ledger.num_experts), bool)  # experts in `_moves`
-        self._owed: dict[int, list[_Wanted]] = {}  # by layer: moves that this pass ends with
+        self._owed: dict[int, list[_WaitingExpert]] = {}  # by layer: moves that this pass ends with
         self._in_flight: deque[Event] = deque()
         self._num_copies = 0
         self._num_open = 0  # experts asked to become resident, neither so nor dropped yet
@@ -194,7 +196,7 @@ class Link:
             if key[0] == layer:
                 self._forget_move(key)
                 self.drop_moves(1)
-        waiting: list[_Wanted] = []
+        waiting: list[_WaitingExpert] = []
         admit = moves.admit.tolist()
         admit.sort(key=at_hand.keys().__contains__, reverse=True)  # these first, in their order
         victims: list[int | None] = list(moves.evict.tolist())
@@ -209,7 +211,7 @@ class Link:
                 self._num_open -= 1
                 leaving.append(victim)
             else:
-                waiting.append(_Wanted(layer, expert, victim))
+                waiting.append(_WaitingExpert(layer, expert, victim))
         if moves.is_owed:
             self._owed[layer] = waiting
         else:
@@ -238,7 +240,7 @@ class Link:
     def look_ahead(self, layer: int, experts: IntArray) -> None:
         """Queue prefetches for `layer`, the most wanted first."""
         for expert in experts.tolist():
-            self._ahead.append(_Wanted(layer, expert, None))
+            self._ahead.append(_WaitingExpert(layer, expert, None))
 
     def end_pass(self) -> None:
         """Drop prefetches that no layer has asked for: those of layers that were wholly resident.
@@ -431,7 +433,7 @@ class Link:
             outcome.add(told)
         return outcome
 
-    def _begin_prefetch(self, wanted: _Wanted) -> None:
+    def _begin_prefetch(self, wanted: _WaitingExpert) -> None:
         """Begin a prefetch unless the expert is there, or its bytes or a slot are not."""
         if self._can_come(wanted) and self.ledger.num_free > self._num_demand_slots:
             key = (wanted.layer, wanted.expert)
@@ -468,7 +470,7 @@ class Link:
             is_movable[self._under_way] = False
         return is_movable
 
-    def _begin_move(self, wanted: _Wanted, host_slot: int) -> None:
+    def _begin_move(self, wanted: _WaitingExpert, host_slot: int) -> None:
         key = (wanted.layer, wanted.expert)
         del self._moves[key]
         self._waits[key] = False
@@ -483,13 +485,13 @@ class Link:
         del self._moves[key]
         self._waits[key] = False
 
-    def _has_room(self, wanted: _Wanted) -> bool:
+    def _has_room(self, wanted: _WaitingExpert) -> bool:
         num_spare = int(self.ledger.free.state[1]) - self._num_demand_slots
         if num_spare or wanted.victim is None:
             return num_spare > 0
         return self._keeps(wanted.layer, wanted.victim)
 
-    def _can_come(self, wanted: _Wanted) -> bool:
+    def _can_come(self, wanted: _WaitingExpert) -> bool:
         key = (wanted.layer, wanted.expert)
         return not self.ledger.has(*key) and key not in self._coming and self._host.ledger.has(*key)
 

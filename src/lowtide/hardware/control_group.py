@@ -14,7 +14,7 @@ _UNLIMITED_BYTES = 1 << 62
 """Version 1 shows a missing limit as a number above all memory."""
 
 
-class _Names(NamedTuple):
+class _FileNames(NamedTuple):
     """File names of one version."""
 
     limits: tuple[str, ...]  # where the kernel kills, and where it slows a group down
@@ -22,8 +22,8 @@ class _Names(NamedTuple):
     cache: str  # in memory.stat: pages of files that were not used lately, dropped when need be
 
 
-_V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = _FileNames(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _FileNames(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 _ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -45,7 +45,7 @@ def group_free_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int 
     return max(0, min(known)) if known else None
 
 
-def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Names]]:
+def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _FileNames]]:
     """Yield the process' own memory group and its visible ancestors."""
     try:
         lines = membership.read_text(errors="replace").splitlines()
@@ -65,12 +65,12 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Names]]:
             yield top.joinpath(*parts[:depth]), names
 
 
-def _limit_bytes(folder: Path, names: _Names) -> int | None:
+def _limit_bytes(folder: Path, names: _FileNames) -> int | None:
     limits = [_read_limit(folder / name) for name in names.limits]
     return min([limit for limit in limits if limit is not None], default=None)
 
 
-def _free_bytes(folder: Path, names: _Names) -> int | None:
+def _free_bytes(folder: Path, names: _FileNames) -> int | None:
     """Return the bytes left in a group; None if the folder is not a group or has no limit."""
     limit = _limit_bytes(folder, names)
     if limit is None:

@@ -186,7 +186,7 @@ def _is_near(plain: array[Any], found: array[Any], is_bf16: bool) -> bool:
 # Numbers
 
 
-class _Draw:
+class _SeededNumbers:
     """Numbers of one seed: the same everywhere."""
 
     def __init__(self, seed: int) -> None:
@@ -263,7 +263,7 @@ def _int8_cases(kernels: Kernels) -> Iterator[Case]:
 
 
 def _plain_products(kernels: Kernels) -> Iterator[Case]:
-    draw = _Draw(1)
+    draw = _SeededNumbers(1)
     for outs, inputs in _SHAPES:
         x, w, bias = (draw.bf16(count) for count in (_ROWS * inputs, outs * inputs, outs))
 
@@ -333,7 +333,7 @@ def _known_sums(
 
 def _between_products(kernels: Kernels) -> Iterator[Case]:
     """Operators between products, whose bits are the same in every variant."""
-    draw = _Draw(2)
+    draw = _SeededNumbers(2)
     rows, heads, length = 3, 5, 130
     count, half = rows * heads * length, length // 2
     x, other, weight = draw.bf16(count), draw.bf16(count), draw.bf16(length)
@@ -411,7 +411,7 @@ def _between_products(kernels: Kernels) -> Iterator[Case]:
     yield _router(kernels, draw)
 
 
-def _delta_net(kernels: Kernels, draw: _Draw) -> Iterator[Case]:
+def _delta_net(kernels: Kernels, draw: _SeededNumbers) -> Iterator[Case]:
     """Rows of a gated delta-net with a state."""
     key_heads, value_heads, key_width, value_width, kernel, num_rows = 2, 4, 24, 40, 4, 3
     channels, width = (
@@ -453,7 +453,7 @@ def _delta_net(kernels: Kernels, draw: _Draw) -> Iterator[Case]:
     yield Case("delta-net's chunk", prepare, is_bf16=False)
 
 
-def _attention(kernels: Kernels, draw: _Draw) -> Iterator[Case]:
+def _attention(kernels: Kernels, draw: _SeededNumbers) -> Iterator[Case]:
     key_heads, group, tokens, dim = 2, 3, 131, 128
     heads = key_heads * group
     query, sinks = draw.bf16(heads * dim), draw.floats(heads)
@@ -486,7 +486,7 @@ def _attention(kernels: Kernels, draw: _Draw) -> Iterator[Case]:
     yield Case("heads' products by outputs", multiply_heads(True), sums_dots=True)
 
 
-def _router(kernels: Kernels, draw: _Draw) -> Case:
+def _router(kernels: Kernels, draw: _SeededNumbers) -> Case:
     rows, experts, chosen = 4, 33, 5
     logits, bias = draw.floats(rows * experts), draw.floats(experts)
     choice = struct("Choice")(
@@ -509,7 +509,7 @@ def _router(kernels: Kernels, draw: _Draw) -> Case:
 
 
 def _packing(kernels: Kernels) -> Iterator[Case]:
-    draw = _Draw(3)
+    draw = _SeededNumbers(3)
     weights, importance = draw.bf16(_OUTS * _INPUTS), draw.floats(_INPUTS)
     for num_bits in (8, 4):
         for worth in (None, importance):
@@ -552,7 +552,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(kernels: Kernels) -> Iterator[Matrix]:
-    draw = _Draw(4)
+    draw = _SeededNumbers(4)
     for number, block in enumerate(fields_of(kernels.core, "BlockType")):
         num_bits = {"q8": 8, "q4": 4}.get(block.name)
         if num_bits is None:
@@ -567,7 +567,7 @@ def matrices(kernels: Kernels) -> Iterator[Matrix]:
         yield Matrix(f"type {number:#x}", number, AlignedBytes(content))
 
 
-def _block(draw: _Draw, name: str, num_bytes: int) -> bytes:
+def _block(draw: _SeededNumbers, name: str, num_bytes: int) -> bytes:
     content = bytearray(draw.bytes(num_bytes))
     for place in _FLOAT16_PLACES.get(name, (0,)):
         content[place + 1] = 0x20  # about 2^-7
@@ -576,7 +576,7 @@ def _block(draw: _Draw, name: str, num_bytes: int) -> bytes:
     return bytes(content)
 
 
-def _sections(draw: _Draw, form: int, scale: int, has_zeros: bool, group: int) -> bytes:
+def _sections(draw: _SeededNumbers, form: int, scale: int, has_zeros: bool, group: int) -> bytes:
     """Make integers in groups, or FP8 in blocks: codes, scales, zeros, each at a multiple of 64."""
     num_codes = _OUTS * _INPUTS // (2 if form == _INTS_OF_4 else 1)
     rows = -(-_OUTS // group) if form == _FP8 else _OUTS
@@ -591,7 +591,7 @@ def _sections(draw: _Draw, form: int, scale: int, has_zeros: bool, group: int) -
 
 def _packed_products(kernels: Kernels, matrix: Matrix) -> Iterator[Case]:
     """Unpack a matrix, and multiply with it."""
-    draw = _Draw(5)
+    draw = _SeededNumbers(5)
     x, bias = draw.bf16(_ROWS * _INPUTS), draw.bf16(_OUTS)
 
     def run(variant: int) -> array[int]:
@@ -610,7 +610,7 @@ def _packed_products(kernels: Kernels, matrix: Matrix) -> Iterator[Case]:
 
 
 def _rounded_product(kernels: Kernels, matrix: Matrix) -> Case:
-    draw = _Draw(5)
+    draw = _SeededNumbers(5)
     x, bias = draw.bf16(_ROWS * _INPUTS), draw.bf16(_OUTS)
 
     def run(variant: int) -> array[int]:
@@ -647,7 +647,7 @@ class _Slots(NamedTuple):
 def _plain_slots() -> _Slots:
     hidden, width = 130, 67
     part_bytes = 2 * hidden * width
-    content = _Draw(6).bf16(_NUM_EXPERTS * 3 * hidden * width).tobytes()
+    content = _SeededNumbers(6).bf16(_NUM_EXPERTS * 3 * hidden * width).tobytes()
     starts = 0, part_bytes, 2 * part_bytes
     return _Slots(
         AlignedBytes(content), array("i", [0, 0, 0]), starts, 3 * part_bytes, hidden, width
@@ -657,7 +657,7 @@ def _plain_slots() -> _Slots:
 def _packed_slots(kernels: Kernels) -> _Slots:
     """Make parts of the types that files of Q4_K_M mix."""
     hidden, width = 512, 256
-    draw = _Draw(7)
+    draw = _SeededNumbers(7)
     blocks = {block.name: block for block in fields_of(kernels.core, "BlockType")}
     names = "Q4_K", "Q4_K", "Q6_K"
     numbers = array("i", [[*blocks].index(name) for name in names])
@@ -677,7 +677,7 @@ _NUM_EXPERTS, _CHOSEN = 3, array("q", [0, 2, 1, 2, 0, 1])  # two for each of thr
 
 def _experts(function: Callable[..., Any], name: str, slots: _Slots) -> Case:
     num_tokens, k = 3, 2
-    draw = _Draw(8)
+    draw = _SeededNumbers(8)
     x, weights = draw.bf16(num_tokens * slots.hidden), draw.floats(num_tokens * k)
     numbers = array("q", range(_NUM_EXPERTS))
     addresses = [slots.content.address + start for start in slots.starts]

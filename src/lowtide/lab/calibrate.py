@@ -254,7 +254,7 @@ class _EarlyGates:
         return self._routers[layer].within(Workspace(room)).route(features, (segment,)).experts
 
 
-class _All:
+class _Observers:
     """Several observers as one."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -277,7 +277,7 @@ def _run(
     """Answer the prompts one by one, watched by `observers`; return the trace."""
     recorder = Recorder(llm, model)
     params = SamplingParams(max_tokens=_length(llm).new_tokens, ignore_eos=True, temperature=0.0)
-    with llm.observed(_All((recorder, *observers)), experts):
+    with llm.observed(_Observers((recorder, *observers)), experts):
         for index, prompt in enumerate(prompts):
             llm.generate([prompt], params)
             progress(what, index + 1, len(prompts))

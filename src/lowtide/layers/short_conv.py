@@ -97,21 +97,21 @@ class ShortConv:
         taps.copy_(self._kernel.t())
         sums.copy_(gated).mul_(taps[-1])
         for segment in segments:  # one may go on from the state behind another
-            rows, turn = slice(segment.start, segment.stop), self._turn(gated, segment)
+            rows, part = slice(segment.start, segment.stop), self._part(gated, segment)
             for distance in range(1, num_taps):
-                turn.look_back(distance, earlier[rows])
+                part.look_back(distance, earlier[rows])
                 sums[rows].add_(earlier[rows].mul_(taps[-1 - distance]))
-            turn.end()
+            part.end()
         if self._bias is not None:
             sums.add_(taps[0].copy_(self._bias))
         gated.copy_(sums)
 
-    def _turn(self, gated: Tensor, segment: Segment) -> _Turn:
+    def _part(self, gated: Tensor, segment: Segment) -> _SequencePart:
         (before,), (after,) = self._kv_cache.states(self._layer, segment.kv)
-        return _Turn(gated[segment.start : segment.stop], before, after)
+        return _SequencePart(gated[segment.start : segment.stop], before, after)
 
 
-class _Turn(NamedTuple):
+class _SequencePart(NamedTuple):
     """One sequence's rows of a pass, [rows, hidden], and its state before and behind them."""
 
     rows: Tensor

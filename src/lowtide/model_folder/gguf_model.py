@@ -138,12 +138,12 @@ class GgufModel:
         UnsupportedError for an unknown tensor, without which answers would be wrong.
         """
         tensors: dict[str, TensorEntry] = {}
-        arranged: list[_Found] = []
+        arranged: list[_FoundTensor] = []
         names = (name for header in self.headers for name in header.tensors)
         warn_of_extra_layers(names, "blk.", config.num_layers)
         for file, header in enumerate(self.headers):
             for name, tensor in self._divided(header, config):
-                found = _Found(name, tensor, file)
+                found = _FoundTensor(name, tensor, file)
                 if layer_of(name) >= config.num_layers:  # predicts further tokens; not loaded
                     tensors[name] = TensorEntry(*found.place, tensor.shape)
                     continue
@@ -224,7 +224,7 @@ def _short_vector(header: GgufHeader, name: str, read_part: ReadPart) -> list[fl
     return numbers
 
 
-class _Found(NamedTuple):
+class _FoundTensor(NamedTuple):
     """A tensor in one of the files."""
 
     name: str
@@ -239,7 +239,7 @@ class _Found(NamedTuple):
 
 
 def _put_together(
-    found: Sequence[_Found], whole: Collection[str], config: ModelConfig
+    found: Sequence[_FoundTensor], whole: Collection[str], config: ModelConfig
 ) -> dict[str, TensorEntry]:
     """Assemble tensors whose layout differs in memory, except those also present `whole`.
 

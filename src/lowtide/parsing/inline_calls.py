@@ -44,7 +44,7 @@ class InlineReader:
         self._tools = {tool.name: tool for tool in tools}
         self._opening = ""  # a mark that begins a call, and what follows, before its form is known
         self._calls: _Calls | None = None
-        self._aside: _Aside | None = None  # calls in thoughts
+        self._aside: _ThoughtCalls | None = None  # calls in thoughts
         self._num_asides = 0
         self._has_thought = False  # thoughts were closed: what follows is text, whatever its marks
         self._name: str | None = None  # what may be the name of the thoughts that have begun
@@ -114,7 +114,7 @@ class InlineReader:
                 self._out.write(mark)
             elif self._out.is_reasoning:
                 tools = list(self._tools.values())
-                self._aside = _Aside(self._form, tools, self._thoughts)
+                self._aside = _ThoughtCalls(self._form, tools, self._thoughts)
                 self._take_aside(self._aside, Mark(mark))
             else:
                 self._open(Mark(mark))
@@ -152,7 +152,7 @@ class InlineReader:
         if self._calls.is_over:
             self._calls = None
 
-    def _take_aside(self, aside: _Aside, item: Item) -> None:
+    def _take_aside(self, aside: _ThoughtCalls, item: Item) -> None:
         begin, end = self._thoughts.both
         is_end = isinstance(item, Mark) and item.text == end
         if is_end and not aside.reader.is_in_value:
@@ -172,7 +172,7 @@ class InlineReader:
             if not isinstance(item, Special):
                 self._out.write(item if isinstance(item, str) else item.text)
 
-    def _finish_aside(self, aside: _Aside, is_cut: bool) -> None:
+    def _finish_aside(self, aside: _ThoughtCalls, is_cut: bool) -> None:
         is_whole = aside.reader.is_whole or not aside.end
         aside.reader.finish(is_cut)
         if is_whole and aside.out.num_calls and not is_cut:
@@ -186,7 +186,7 @@ class InlineReader:
                 self.take(item)
 
 
-class _Aside:
+class _ThoughtCalls:
     """Possible calls within thoughts.
 
     end: index of the item that would close the thoughts if it belonged to no value; 0: none.

@@ -92,8 +92,8 @@ def _read(text: str, spelling: _Spelling, tools: Mapping[str, Tool]) -> list[Cal
         return _Reader(text.strip(), spelling, tools, is_known=False).calls()
 
 
-class _Expected(NamedTuple):
-    """What a tool's schema says of its calls."""
+class _ToolKeys(NamedTuple):
+    """A tool's parameters, and patterns of their names."""
 
     types: SchemaTypes
     schemas: Mapping[str, object]  # of its parameters
@@ -116,9 +116,9 @@ class _Reader:
         self._last = re.compile(rf"{_BLANKS},?{_BLANKS}{last}")
         quotes = "|".join(map(re.escape, spelling.quotes))
         self._opening = re.compile(rf"({spelling.prefix})({quotes})")
-        self._expected: dict[str, _Expected] = {}  # by tool; "" is any unknown one
+        self._expected: dict[str, _ToolKeys] = {}  # by tool; "" is any unknown one
 
-    def _expect(self, name: str) -> _Expected:
+    def _expect(self, name: str) -> _ToolKeys:
         """Return what a tool's schema lets its calls have; read once for all of them."""
         tool = self._tools.get(name)
         name = "" if tool is None else name
@@ -132,7 +132,7 @@ class _Reader:
             if any(each[:1].isspace() for each in names):  # then blanks may be a name's
                 known = f"(?=(?:{'|'.join(map(re.escape, names))}){value})"
                 first, following = f"{known}|", f"{self._spelling.gap}{known}|"
-            self._expected[name] = _Expected(
+            self._expected[name] = _ToolKeys(
                 types,
                 schemas,
                 re.compile(key),

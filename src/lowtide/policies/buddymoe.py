@@ -152,7 +152,7 @@ def _with_hosts_on_their_way(facts: Facts) -> Facts:
     return facts._replace(arriving_s=np.where(is_at_host, 0.0, due_s))
 
 
-class _Names(Mapping[str, str]):
+class _PresetNames(Mapping[str, str]):
     """Names of the presets whose placement this one can use; imports none of them."""
 
     def __init__(self, bases: Mapping[str, Recipe]) -> None:
@@ -172,7 +172,7 @@ class _Names(Mapping[str, str]):
 
 def over(bases: Mapping[str, Recipe]) -> Recipe:
     """Make the preset for the placements of `bases`, chosen by `placement`; they may grow later."""
-    placement = PolicyOption("placement", "lowtide", words=_Names(bases))
+    placement = PolicyOption("placement", "lowtide", words=_PresetNames(bases))
 
     def base(inputs: PolicyInputs) -> Recipe:
         return bases[placement.of(inputs)]
@@ -189,7 +189,7 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
         return bases[name].sizes(options, num_experts, has_device)
 
     def borrowed() -> list[PolicyOption[object]]:
-        return [option for name in _Names(bases) for option in bases[name].options]
+        return [option for name in _PresetNames(bases) for option in bases[name].options]
 
     return Recipe(
         lambda s: base(s).placement(s),

@@ -21,7 +21,7 @@ from lowtide.serve.grammar_mask import GrammarMask
 from lowtide.serve.grammar_text import Opening
 
 
-class _Written(NamedTuple):
+class _WrittenToken(NamedTuple):
     token_id: int
     text: bytes
 
@@ -50,7 +50,7 @@ class CallMask:
         self._thoughts = dict(zip(both, (True, False), strict=False))
         self._is_thinking, self._is_header = is_thinking, has_channels(tokenizer)
         self._num_held = max(len(opening.mark.encode()) for opening, _ in openings) - 1
-        self._written: list[_Written] = []  # in which letters of a mark may have begun
+        self._written: list[_WrittenToken] = []  # in which letters of a mark may have begun
         self._call: GrammarMask | None = None
 
     @property
@@ -95,7 +95,7 @@ class CallMask:
             self._look_for_letters(token_id)
 
     def _look_for_letters(self, token_id: int) -> None:
-        self._written.append(_Written(token_id, self._vocabulary.decode_bytes([token_id])))
+        self._written.append(_WrittenToken(token_id, self._vocabulary.decode_bytes([token_id])))
         text = b"".join(each.text for each in self._written)
         for opening, compiled in self._openings:
             if opening.token_id is None and (self._is_header or not opening.in_header):

@@ -86,10 +86,10 @@ class Listeners:
         service, last, told_s = self._service, None, 0.0
         try:
             with service.llm.watched() as look:
-                told = _Told(service)
+                changes = _StateChanges(service)
                 yield event(model_facts(service), "model")
                 while True:
-                    state = told.state(look())
+                    state = changes.state(look())
                     if state != last:
                         yield event(state, "state")
                         last, told_s = {**state, "hits": ""}, time.monotonic()
@@ -103,7 +103,7 @@ class Listeners:
             self.num_listening -= 1
 
 
-class _Told:
+class _StateChanges:
     """The state last sent to one listener, from which the next event's changes are counted."""
 
     def __init__(self, service: Service) -> None:

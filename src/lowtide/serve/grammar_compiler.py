@@ -127,7 +127,7 @@ class GrammarCompiler:
             lambda: {**bounds, **greeting()},
             {"MALLOC_ARENA_MAX": "1"},  # an arena for each thread takes address space for itself
         )
-        self._turns = {lane: _Turns() for lane in LANES}
+        self._locks = {lane: _FairLock() for lane in LANES}
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
         self._change = threading.Lock()  # of what is kept
         self._living: weakref.WeakSet[Compiled] = weakref.WeakSet()
@@ -154,7 +154,7 @@ class GrammarCompiler:
         for lane in LANES:
             if found := self._found(digest):
                 return found
-            with self._turns[lane].taken(end_s, is_gone):
+            with self._locks[lane].taken(end_s, is_gone):
                 found = self._found(digest) or self._tried(text, lane, end_s, is_gone)
             if found:
                 self._keep(digest, found)
@@ -250,7 +250,7 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-class _Turns:
+class _FairLock:
     """A lock that serves threads first come, first served."""
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ class Metrics:
     def page(self, stats: Mapping[str, float]) -> bytes:
         """Return all metrics in Prometheus' format, with present values of engine and queue."""
         now = CollectorRegistry()
-        now.register(_Now(self._service, stats))
+        now.register(_LiveMetrics(self._service, stats))
         return generate_latest(self.registry) + generate_latest(now)
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -113,7 +113,7 @@ class Metrics:
             self._each.labels(**labels).observe(each_s)
 
 
-class _Now(Collector):
+class _LiveMetrics(Collector):
     """Collector of values read on demand: the queue and the engine's own counters."""
 
     def __init__(self, service: Service, stats: Mapping[str, float]) -> None:

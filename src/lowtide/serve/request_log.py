@@ -108,26 +108,26 @@ class LimitedLog(logging.LoggerAdapter[logging.Logger]):
 
 
 @dataclass(slots=True)
-class _Noted:
+class _LineFacts:
     """Facts for a request's log line, collected while it is handled."""
 
     served: list[Served] = field(default_factory=list)
     refused: tuple[str, str | None] | None = None  # a code, and the place of a field
 
 
-_NOTED: ContextVar[_Noted | None] = ContextVar("noted", default=None)
+_LINE_FACTS: ContextVar[_LineFacts | None] = ContextVar("noted", default=None)
 
 
 def note_served(served: Served) -> None:
     """Add a finished answer to the current request's log line."""
-    noted = _NOTED.get()
+    noted = _LINE_FACTS.get()
     if noted is not None:
         noted.served.append(served)
 
 
 def note_refusal(code: str, param: str | None) -> None:
     """Add a refusal, and the field at fault, to the current request's log line."""
-    noted = _NOTED.get()
+    noted = _LINE_FACTS.get()
     if noted is not None:
         noted.refused = code, param
 
@@ -142,8 +142,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        noted, status = _Noted(), 0
-        token = _NOTED.set(noted)
+        noted, status = _LineFacts(), 0
+        token = _LINE_FACTS.set(noted)
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -154,11 +154,11 @@ class RequestLog:
         try:
             await self._app(scope, receive, watched)
         finally:
-            _NOTED.reset(token)
+            _LINE_FACTS.reset(token)
             _write(f"{scope['method']} {shown(scope['path'])}", status, noted)
 
 
-def _write(asked: str, status: int, noted: _Noted) -> None:
+def _write(asked: str, status: int, noted: _LineFacts) -> None:
     if status >= 400 or noted.refused is not None:
         code, param = noted.refused or ("", None)
         place = "" if param is None else f" at {shown(param)}"

@@ -58,7 +58,7 @@ class PassWants(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
+class _CountCache:
     """Cached counts of a model's passes, by everything they depend on."""
 
     registrars: dict[tuple[object, ...], Registrar] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Planner:
     memory: MemoryFacts
     wants: PassWants
     max_chunks: int = 1  # of a prompt in one pass
-    _counted: _Counted = field(default_factory=_Counted)  # all planners of a model share it
+    _counted: _CountCache = field(default_factory=_CountCache)  # all planners of a model share it
 
     @classmethod
     def of(cls, config: ModelConfig, memory: MemoryFacts, asked: EngineConfig) -> Planner:

@@ -64,7 +64,7 @@ class WholeAnswers(AsyncAnswers):
 
     def __init__(self, requests: Sequence[Request]) -> None:
         super().__init__(requests)
-        self._held: dict[int, _Held] = {}  # by request, once its first were delivered
+        self._held: dict[int, _HeldTokens] = {}  # by request, once its first were delivered
 
     def due(self, events: list[Event]) -> list[Event]:
         due: list[Event] = []
@@ -72,7 +72,7 @@ class WholeAnswers(AsyncAnswers):
             if isinstance(event, Committed):
                 due += self._due_with(event)
             elif isinstance(event, Finished):
-                due += [*self._held.pop(event.request, _Held()).taken(), event]
+                due += [*self._held.pop(event.request, _HeldTokens()).taken(), event]
             elif not isinstance(event, Draft):
                 due.append(event)
         return due
@@ -80,13 +80,13 @@ class WholeAnswers(AsyncAnswers):
     def _due_with(self, event: Committed) -> list[Committed]:
         held = self._held.get(event.request)
         if held is None:
-            self._held[event.request] = _Held()
+            self._held[event.request] = _HeldTokens()
             return [event]
         held.add(event)
         return held.taken() if held.num_tokens >= NUM_TOGETHER else []
 
 
-class _Held:
+class _HeldTokens:
     """Token events of one request, to be merged into one."""
 
     def __init__(self) -> None:

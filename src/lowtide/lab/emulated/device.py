@@ -77,7 +77,7 @@ class EmulatedDevice:
         self._batched = BatchedExperts.of(self._slots, kernels, num_threads=1)
         self._is_closing = threading.Event()
         self._link_pace, self._compute_pace, self._host_pace = (
-            _Pace(self._is_closing) for _ in range(3)
+            _PacedResource(self._is_closing) for _ in range(3)
         )
         self._link = ThreadStream(LINK)
         self._compute = ThreadStream(COMPUTE, cores_per_expert)
@@ -187,7 +187,7 @@ class EmulatedDevice:
             self.timeline.append(Span(stream, name, start_s, end_s))
 
 
-class _Pace:
+class _PacedResource:
     """A resource that does one thing at a time, each for its emulated duration.
 
     It works by deadlines, so a thread that wakes up late does not delay what follows.
