@@ -10,6 +10,8 @@ from lowtide.decode.intake import Intake
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.loop import EngineLoop
 from lowtide.engine.running.worker import Worker
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.states import StateStore
 
 
 def loop_of(llm: LLM | AsyncLLM) -> EngineLoop:
@@ -28,3 +30,9 @@ def intake_of(llm: LLM | AsyncLLM) -> Intake:
 def worker_of(llm: LLM | AsyncLLM) -> Worker:
     """The owner of the model's thread."""
     return llm._loop._worker
+
+
+def states_of(cache: KVCache) -> StateStore:
+    """The owner of the slots with sequences' states, of a cache that has any."""
+    assert cache._states is not None
+    return cache._states

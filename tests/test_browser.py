@@ -190,7 +190,7 @@ def test_passes_end_with_the_tab(browser, chatting) -> None:
             client.get("/health")
         seen.ask(SORT)
         seen.page.close()
-        wait_until(lambda: not engine_of(chatting.service.llm).experts._watches)
+        wait_until(lambda: not engine_of(chatting.service.llm).experts.is_watched)
         assert chatting.service.is_idle
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inside import loop_of, worker_of
+from inside import loop_of
 from test_conversations import BLOCK_LENGTH, FAMILIES, params
 from test_toy_family import CONFIG, FAMILY
 from typer.testing import CliRunner
@@ -209,18 +209,15 @@ def test_a_policy_that_changes_words_ends_it(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also under the next one: sequences may have begun under it."""
-    model, folder = models["qwen3_moe"], tmp_path / "kept"
-    with LLM(model, cache_dir=folder, **OPTIONS) as llm:
-        worker = worker_of(llm)
-        llm.adopt_policy("lru")
-        assert worker._stored is not None
-        is_static = property(lambda options: options.asked.policy == "static")
-        monkeypatch.setattr(RunOptions, "changes_words", is_static)
-        llm.adopt_policy("static")
-        llm.adopt_policy("lru")
-        assert worker._stored is None
-        talk(llm, "qwen3_moe", PROMPT, 0)
-    assert not list(folder.iterdir())
+    is_static = property(lambda options: options.asked.policy == "static")
+    monkeypatch.setattr(RunOptions, "changes_words", is_static)
+    for policies, is_stored in ((["lru"], True), (["static", "lru"], False)):
+        folder = tmp_path / policies[0]
+        with LLM(models["qwen3_moe"], cache_dir=folder, **OPTIONS) as llm:
+            for policy in policies:
+                llm.adopt_policy(policy)
+            talk(llm, "qwen3_moe", PROMPT, 0)
+        assert bool(list(folder.iterdir())) == is_stored
 
 
 def test_a_folder_that_cannot_be_trusted_is_refused_before_loading(

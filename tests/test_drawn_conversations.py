@@ -24,7 +24,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from hash_model import MASK, HashModel, make_kv_cache
-from inside import engine_of
+from inside import engine_of, states_of
 from test_conversations import DEAR_KEYS, DEAR_SLOTS
 from test_conversations import FAMILIES as CACHE_KINDS
 from test_kept_sequences import SYSTEM, Case, check_ranges, decoder_over, make_request, run
@@ -50,7 +50,7 @@ from lowtide.files.own_folder import SECRET_BYTES, OwnFolder
 from lowtide.files.stored_files import StoredFiles
 from lowtide.llm import plan_model
 from lowtide.memory import kv_cache as kv_cache_module
-from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_cache import KVCache, KVRange
 from lowtide.memory.kv_pages import KVLayout, StorageShape
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.states import StateStore
@@ -194,7 +194,8 @@ class Talk:
             most_bytes = rng.choice((200_000, 1 << 30))
             files = StoredFiles(OwnFolder(folder), bytes(SECRET_BYTES), most_bytes)
             cache = subject.kv_cache
-            layers, arrays, heads, _, width = cache._storage[0].shape
+            first, *_ = cache.rows(KVRange(0, 1), 0, 1)
+            layers, arrays, heads, _, width = first.shape
             shapes = ((layers, arrays, heads, width),)
             layout = KeyLayout(shapes, cache.dtype.itemsize, cache.snapshot_bytes)
             self._stored = StoredSequences(files, b"", "a model", cache, layout)
@@ -202,7 +203,7 @@ class Talk:
         num_others = min(rng.choice((16, 128, 208)), subject.kv_cache.num_tokens - MAX_CANVAS)
         self._others = subject.kv_cache.allocate(num_others)  # there is less room for keys alone
         if self._others.states is not None:
-            subject.kv_cache._states.free(*self._others.states.slots)
+            states_of(subject.kv_cache).free(*self._others.states.slots)
             self._others.states = None
         self._asked: list[Request] = []
         self._second: set[int] = set()  # those asked behind an earlier answer

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ from lowtide.engine.planning.plan import make_plan
 from lowtide.engine.planning.planner import Planner
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
-from lowtide.files import array_file
 from lowtide.formats.expert_inputs import PRIOR_ROWS, ExpertInputs
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.input_squares import InputSquares
@@ -356,7 +356,7 @@ def test_another_calibration_does_not_go_on_with_this_one_s(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lowtide.model_writing.pack._copy_texts", stop)
+        patch.setattr("lowtide.model_writing.pack.whole_file", stop)
         with pytest.raises(KeyboardInterrupt):
             pack(model, tmp_path / "packed", "q4", calibration=calibrated)
     with pytest.raises(UsageError, match="not of this packing"):
@@ -397,13 +397,13 @@ def test_the_verbs(model: Path, tmp_path: Path) -> None:
 def were_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of arrays of files, as they are read."""
     names: list[str] = []
-    read = array_file._read_array
+    open_member = ZipFile.open
 
-    def keep(file: Any, name: str, dtype: str, size: int) -> Any:
-        names.append(name)
-        return read(file, name, dtype, size)
+    def keep(archive: ZipFile, member: Any, *arguments: Any, **options: Any) -> Any:
+        names.append(member.filename.removesuffix(".npy"))
+        return open_member(archive, member, *arguments, **options)
 
-    monkeypatch.setattr(array_file, "_read_array", keep)
+    monkeypatch.setattr(ZipFile, "open", keep)
     return names
 
 

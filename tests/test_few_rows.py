@@ -17,6 +17,7 @@ import pytest
 import torch
 from family_models import write_model
 from gguf.constants import GGMLQuantizationType as Type
+from inside import states_of
 from poison import PoisonedWorkspace
 from qwen_hybrid_files import random_model, write_hybrid
 from rounded_files import write_rounded
@@ -278,7 +279,8 @@ def test_rows_behind_a_copy_of_states_have_the_bits_of_a_pass_of_their_own(
                 if stop in cuts and has_room:
                     cache.snapshot(kv, may_drop=False)
                 first = stop
-            copies = [cache._states.content(slot).clone() for slot in kv.states.snapshots.values()]
+            slots = kv.states.snapshots.values()
+            copies = [states_of(cache).content(slot).clone() for slot in slots]
             assert [*kv.states.snapshots] == ([*cuts] if has_room else [])
             found.append([torch.cat(hidden), *copies])
             cache.free(kv)

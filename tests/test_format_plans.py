@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,12 +15,12 @@ from lowtide.answers import opening
 from lowtide.cli.app import app
 from lowtide.engine.opening import model as engine_opening
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.facts import MemoryFacts
 from lowtide.engine.planning import one_expert
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.prediction import known_speeds
 from lowtide.errors import UsageError
 from lowtide.families import families
+from lowtide.kernels.choice import choose_pack
 from lowtide.kernels.stored import unpacking_bytes
 from lowtide.lab.verbs.quality import parse_settings
 from lowtide.llm import LLM, check_request, plan_in_full, plan_model
@@ -116,7 +117,7 @@ def test_auto_is_what_the_first_line_names(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(one_expert, "_expert_s", lambda *_: 1e-6)
+    monkeypatch.setattr(one_expert, "perf_counter", lambda: 0.0)  # rounding takes no time
     least = plan_model(folder, context=64).minimum_bytes
     options: dict[str, Any] = {"context": 64, "host_memory": least}
     named = faster_format(plan_in_full(folder, **options).by_format, WeightFormats())
@@ -154,17 +155,25 @@ def test_auto_leaves_what_takes_long_to_round(
 ) -> None:
     """An expert's rounding is timed beside its read, once, before the format is chosen."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    timed = []
+    chosen, now_s = list[str](), 0.0
 
-    def slow(memory: MemoryFacts, *_: object) -> float:
-        timed.append(memory.formats.experts)
-        return 1.0 if memory.is_rounded_as_read else 1e-6
+    def choose_slow(kernels: str) -> Callable[..., None]:
+        chosen.append(kernels)
+        packs = choose_pack(kernels)
 
-    monkeypatch.setattr(one_expert, "_expert_s", slow)
+        def slow(*arguments: Any) -> None:
+            nonlocal now_s
+            now_s += 1.0
+            packs(*arguments)
+
+        return slow
+
+    monkeypatch.setattr(one_expert, "choose_pack", choose_slow)
+    monkeypatch.setattr(one_expert, "perf_counter", lambda: now_s)
     least = plan_model(folder, context=64).minimum_bytes
     for _ in range(2):
         plan = plan_model(folder, context=64, host_memory=least, format="auto")
-        assert plan.formats.is_own and timed == ["own", "q8", "own", "q4"]
+        assert plan.formats.is_own and len(chosen) == 2  # once for q8, once for q4
 
 
 def test_an_expert_is_timed_as_it_is_read_and_rounded(

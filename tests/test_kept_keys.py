@@ -386,20 +386,23 @@ def test_who_grows_moves_those_behind_it_whoever_gives_way_meanwhile() -> None:
     machine.check()
 
 
-def test_another_thread_never_finds_gone_what_is_copied_from() -> None:
+def test_another_thread_never_finds_gone_what_is_copied_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     machine = Machine(320, 80, [False])
     for action in ("allocate", "write", "keep"):
         machine.act(action, 90)
-    [kept], copy = machine.kept, machine.cache._copy
+    [kept], claim = machine.kept, machine.cache.claim
     with ThreadPoolExecutor() as threads:
         asked: list[Future[bool]] = []
 
-        def copying(*places: int) -> None:
+        def claiming(kv_range: KVRange, position: int, num_rows: int) -> int:
+            """Claims rows of the copy, which are filled next."""
             asked.append(threads.submit(machine.cache.is_kept, kept.kv))
             assert not wait(asked, 0.05).done
-            copy(*places)
+            return claim(kv_range, position, num_rows)
 
-        machine.cache._copy = copying
+        monkeypatch.setattr(machine.cache, "claim", claiming)
         machine.act("branch", 0)
         assert asked[0].result(LIMIT_S)
 

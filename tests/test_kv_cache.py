@@ -195,7 +195,7 @@ def test_a_kept_range_that_cannot_grow_stays_whole(monkeypatch: pytest.MonkeyPat
     def refuses(*_: object) -> None:
         raise PageError("no pages")
 
-    monkeypatch.setattr(KVCache, "_part_behind", refuses)
+    monkeypatch.setattr(KVCache, "widen", refuses)
     with pytest.raises(PageError):
         cache.resume(kept, 20, 96)
     assert cache.is_kept(kept) and kept.num_written == 60

@@ -224,7 +224,8 @@ def run_attention(
         )
 
     registrar = Registrar()
-    meta_cache = KVCache([tensor.to("meta") for tensor in cache._storage])
+    [rows] = cache.rows(KVRange(0, cache.num_tokens), 0, cache.num_tokens)
+    meta_cache = KVCache(torch.empty(rows.shape, dtype=cache.dtype, device="meta"))
     on(meta_cache)(*(tensor.to("meta") for tensor in (query, key, value, out)), registrar)
     workspace = Watched(Arena(registrar.arena_bytes).bytes)
     on(cache)(query, key, value, out, workspace)

@@ -106,7 +106,7 @@ def test_a_disk_with_too_little_room_for_all_is_told_before_anything_is_written(
     assert not out.exists()
     free = needed
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr("lowtide.model_writing.pack._copy_texts", interrupt)
+        killed.setattr("lowtide.model_writing.pack.whole_file", interrupt)
         pack(original, out, format="q4")
     (out / first).unlink()
     (out / second).rename(out / f"{second}.partial")
@@ -178,7 +178,7 @@ def test_notes_stay_when_a_packing_goes_on(
 ) -> None:
     """A full disk could not take them once more, and without them it would be another's folder."""
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr("lowtide.model_writing.pack._copy_texts", interrupt)
+        killed.setattr("lowtide.model_writing.pack.whole_file", interrupt)
         pack(original, tmp_path, format="q4")
     with pytest.raises(UsageError, match="not of this packing"):
         pack(original, tmp_path, format="q8")

@@ -113,12 +113,13 @@ def test_what_is_alive_together_never_overlaps(program: list[Any]) -> None:
 def test_a_pass_runs_in_its_plan_alone(program: list[Any]) -> None:
     """Whatever dies is poisoned: it was not over anything that lives."""
     placement = graph_of(program).placement
-    workspace = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
+    arena = Arena(placement.arena_bytes).bytes
+    workspace = PoisonedWorkspace(arena, placement)
     run(program, workspace, [], [])
     workspace.reset()
     assert workspace.state.top == 0
-    assert bool((workspace._buffer == 0xFF).all())
-    run(program, Workspace(workspace._buffer, placement), [], [])
+    assert bool((arena == 0xFF).all())
+    run(program, Workspace(arena, placement), [], [])
 
 
 @examples(40)
@@ -155,8 +156,8 @@ def test_a_buffer_that_was_given_back_makes_room() -> None:
 
 def test_what_the_plan_does_not_know_lies_beside_what_is_alive() -> None:
     places = {("a",): Place(128, 64), ("a", "b"): Place(0, 64)}
-    workspace = PoisonedWorkspace(Arena(512).bytes, ArenaPlaces(places, 192))
-    start = workspace._buffer.data_ptr()
+    arena = Arena(512).bytes
+    workspace, start = PoisonedWorkspace(arena, ArenaPlaces(places, 192)), arena.data_ptr()
     a = workspace.take("a", (64,), torch.uint8)
     assert a.data_ptr() == start + 128
     with workspace.scope():

@@ -20,7 +20,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import loop_of
+from inside import loop_of, worker_of
 from test_kept_sequences import Case, make_request, run
 from torch import Tensor
 from whole import wait_until
@@ -328,7 +328,7 @@ def test_mail_is_read_between_two_layers(model: Model, monkeypatch: pytest.Monke
         wait_until(lambda: gate.num_begun == 1)
         look = threading.Thread(target=lambda: stats.append(llm.stats()))
         look.start()
-        wait_until(lambda: not loop._worker.mailbox.empty())
+        wait_until(lambda: not worker_of(llm).mailbox.empty())
         gate.allow(1)
         wait_until(lambda: gate.num_begun == 2)
         look.join()
@@ -359,14 +359,14 @@ def test_a_pass_stays_within_the_plans_workspace(
 ) -> None:
     """And what a plan gives to chunks, residents lack; all other numbers stay."""
     with model.open(0.6) as llm:
-        joined, most, view = llm.plan, [0], Workspace._view
+        joined, most, take = llm.plan, [0], Workspace.take
 
-        def noting(workspace: Workspace, name: str, start: int, *rest: Any) -> Tensor:
-            found = view(workspace, name, start, *rest)
-            most[0] = max(most[0], start + found.nbytes)
+        def noting(workspace: Workspace, *wanted: Any) -> Tensor:
+            found = take(workspace, *wanted)
+            most[0] = max(most[0], workspace.state.top)
             return found
 
-        monkeypatch.setattr(Workspace, "_view", noting)
+        monkeypatch.setattr(Workspace, "take", noting)
         llm.generate([TEXT], ANSWER)
     monkeypatch.setattr(planning, "PROMPT_SHARE", 1 << 60)
     with model.open(0.6) as llm:

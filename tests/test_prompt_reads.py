@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inside import loop_of
 from kind_decoders import causal_decoder
 from test_kept_sequences import Case, make_request, run
 
@@ -86,5 +87,5 @@ def test_answers_do_not_depend_on_the_length_of_chunks(folder: Path) -> None:
                 decoder.close()
                 return finished[request.id].token_ids
 
-            answers.add(llm._loop.run(ask))
+            answers.add(loop_of(llm).run(ask))
     assert len(answers) == 1

@@ -25,11 +25,11 @@ from lowtide.decode.request import Finished, Request
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.running.decoding import make_decoder
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.policy_setting import PolicyChoice, _policy_inputs, adopt_policy
+from lowtide.engine.running.policy_setting import PolicyChoice, adopt_policy, policy_inputs
 from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.simulation.host_alone import _HostReplay
+from lowtide.lab.simulation.host_alone import HostReplay
 from lowtide.lab.simulation.simulator import Report
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
@@ -112,7 +112,7 @@ class State(NamedTuple):
         )
         num_bytes = engine.facts.weight_map.experts.largest_expert_bytes
         num_read = int(told["read_bytes"]) // num_bytes
-        for layer, expert in coming(engine):
+        for layer, expert in host.late.experts:  # a replay has them at once
             is_resident[layer, expert] = True
             num_read += 1
         names = ("num_misses", "num_moves_asked", "num_moves_done")
@@ -123,27 +123,20 @@ class State(NamedTuple):
         return Counts(*(now - then for now, then in pairs))
 
 
-def coming(engine: Engine) -> list[tuple[int, int]]:
-    """Layers and experts that are read for the layer's next step: a replay has them at once."""
-    late = engine.experts.host.late
-    under_way = [(i, read.expert) for i, reads in late._pending.items() for read in reads]
-    return [*late._waiting, *under_way]
-
-
 def replayed(trace: Trace, preset: str, setting: PolicyInputs) -> tuple[BoolArray, list[Layer]]:
     """Replay a trace; return the first residents and each pass's decisions, layer by layer."""
-    run, layers = _HostReplay(preset, setting), list[Layer]()
-    first = run._is_resident.copy()
+    run, layers = HostReplay(preset, setting), list[Layer]()
+    first = run.is_resident.copy()
     for routed, hits in zip(trace.iter_routed(), trace.hits(), strict=True):
         run.begin_pass(routed.step)
         for layer in range(setting.num_layers):
-            before, counted = run._is_resident[layer].copy(), counts_of(run.report)
+            before, counted = run.is_resident[layer].copy(), counts_of(run.report)
             run.layer(layer, routed, len(routed.ids), hits[layer])
             spent = [now - then for now, then in zip(counts_of(run.report), counted, strict=True)]
             demand = np.flatnonzero(hits[layer])
             # A report's hits are of what is run, which a substitution has changed.
             counts = Counts(int(np.count_nonzero(~before[demand])), *spent)
-            layers.append(Layer.of(demand, before, run._is_resident[layer], counts))
+            layers.append(Layer.of(demand, before, run.is_resident[layer], counts))
         run.end_pass(routed.step, hits, 0)
     return first, layers
 
@@ -243,7 +236,7 @@ def replay_setting(engine: Engine, model: Model) -> PolicyInputs:
     calibration = Calibration.load(model.calibration, has_inputs=False)
     choice, num_experts = PolicyChoice.of(engine.options), engine.model.config.moe.num_experts
     costs = engine.experts.policies.costs
-    return _policy_inputs(choice, engine.plan, num_experts, calibration, costs)
+    return policy_inputs(choice, engine.plan, num_experts, calibration, costs)
 
 
 def test_every_layer_is_decided_alike(case: tuple[Model, float]) -> None:

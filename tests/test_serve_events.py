@@ -118,8 +118,8 @@ def test_nothing_is_counted_while_nobody_listens(running: Running, llm: AsyncLLM
     experts = engine_of(llm).experts
     with listening(running) as heard:
         heard.next()
-        assert len(experts._watches) == 1
-    wait_until(lambda: not experts._watches)
+        assert experts.is_watched
+    wait_until(lambda: not experts.is_watched)
 
 
 def test_events_come_ten_times_a_second_at_most(running: Running) -> None:
@@ -158,7 +158,7 @@ def test_one_who_does_not_read_delays_nobody(running: Running, llm: AsyncLLM) ->
     with listening(running), running.client() as client:
         for _ in range(30):
             assert client.post("/v1/completions", json=BODY).status_code == 200
-    wait_until(lambda: not engine_of(llm).experts._watches)
+    wait_until(lambda: not engine_of(llm).experts.is_watched)
 
 
 def test_a_server_that_ends_says_so_and_waits_for_no_listener() -> None:

@@ -141,11 +141,11 @@ def test_a_stream_begins_though_its_form_is_not_compiled(
     """A refusal of the form comes in the stream then; a whole answer has its status as ever."""
     has_begun = threading.Event()
 
-    def refused(*_: object) -> Request:
+    def refused(*_: object, **__: object) -> list[Request]:
         assert has_begun.wait(LIMIT_S)
         raise UsageError("The form cannot be kept to.")
 
-    monkeypatch.setattr(running.service, "_request", refused)
+    monkeypatch.setattr(running.service.llm, "requests", refused)
     monkeypatch.setattr(service, "PING_S", 0.0)
     with running.client() as client:
         with begun_stream(client, path) as answer:
@@ -163,7 +163,7 @@ def test_a_stream_whose_form_takes_too_long_is_out_of_time(
     may_end = threading.Event()
     in_short = replace(running.service.settings, request_timeout_s=1)
     monkeypatch.setattr(running.service, "settings", in_short)
-    monkeypatch.setattr(running.service, "_request", lambda *_: may_end.wait(LIMIT_S))
+    monkeypatch.setattr(running.service.llm, "requests", lambda *_, **__: may_end.wait(LIMIT_S))
     monkeypatch.setattr(service, "PING_S", 0.0)
     with running.client() as client:
         with begun_stream(client, path) as answer:

@@ -36,8 +36,9 @@ from small_tokenizers import (
     CallFormat,
     make_tokenizer,
 )
-from whole import decoded, wait_until
+from whole import decoded
 
+from lowtide.child_process import ChildProcess
 from lowtide.config import Blocks, Causal
 from lowtide.core import BoolArray
 from lowtide.decode.request import Finished, Request
@@ -50,7 +51,6 @@ from lowtide.parsing.tools import Tool
 from lowtide.serve import grammar_compiler
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.grammar import Constraint, GrammarMask, Grammars, check_kept
-from lowtide.serve.grammar_compiler import Bounds, GrammarCompiler
 from lowtide.serve.grammar_text import AnswerForm, grammar_text
 from lowtide.serve.quoted_lark import quoted_lark
 
@@ -468,24 +468,26 @@ def test_what_is_too_complex_later_ends_that_answer_alone(constraint: Constraint
 
 def test_a_form_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not for one that takes seconds, once that is known."""
-    is_told, answer = threading.Event(), GrammarCompiler._answer
+    is_told, is_slow, ask = threading.Event(), threading.Event(), ChildProcess.ask
     grammars, request = new_grammars(QWEN.tokenizer), request_of(QWEN.tokenizer)
     slow, quick = Constraint.regex("slow"), Constraint.regex("b")
 
-    def waits(self: GrammarCompiler, text: str, lane: Bounds) -> dict[str, Any]:
-        if "slow" not in text:
-            return answer(self, text, lane)
-        if lane is grammar_compiler.SLOW:
-            is_told.wait(60)
-        return {"signal": signal.SIGPROF} if lane is grammar_compiler.QUICK else {"num_bytes": 0}
+    def waits(child: ChildProcess, asked: Any, limit_s: float, lane: int) -> dict[str, Any]:
+        if "slow" not in asked["grammar"]:
+            return ask(child, asked, limit_s, lane)
+        if grammar_compiler.LANES[lane] is grammar_compiler.QUICK:
+            return {"signal": signal.SIGPROF}
+        is_slow.set()
+        is_told.wait(60)
+        return {"num_bytes": 0}
 
-    monkeypatch.setattr(GrammarCompiler, "_answer", waits)
+    monkeypatch.setattr(ChildProcess, "ask", waits)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(grammars.applied, request, slow)
         assert grammars.applied(request, quick).mask is not None
         with monkeypatch.context() as patch:
             patch.setattr(grammar_compiler, "MAX_TURN_S", 0.0)
-            wait_until(lambda: len(grammars._compiler._turns[grammar_compiler.SLOW]._waiting) == 1)
+            assert is_slow.wait(60)
             with pytest.raises(QueueFull, match="other requests"):
                 grammars.applied(request, Constraint.regex("slow too"))
         assert not first.done()
@@ -523,16 +525,27 @@ def test_a_value_that_is_written_under_a_schema_is_read_as_it(
     assert json.loads(arguments) == {"a": value}
 
 
-def test_no_form_is_compiled_for_who_is_gone() -> None:
+def test_no_form_is_compiled_for_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, is_gone = new_grammars(QWEN.tokenizer), threading.Event()
-    asked = (request_of(QWEN.tokenizer), Constraint.json_object())
-    turns = grammars._compiler._turns[grammar_compiler.QUICK]
-    with turns.taken(math.inf, threading.Event()), ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(grammars.applied, *asked, is_gone=is_gone)
-        assert not waits.done()
+    request, is_begun, may_end = request_of(QWEN.tokenizer), threading.Event(), threading.Event()
+    asked, ask = (request, Constraint.json_object()), ChildProcess.ask
+
+    def waits(child: ChildProcess, *arguments: Any) -> dict[str, Any]:
+        is_begun.set()
+        may_end.wait(60)
+        return ask(child, *arguments)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(ChildProcess, "ask", waits)
+        first = pool.submit(grammars.applied, request, Constraint.regex("a"))
+        assert is_begun.wait(60)
+        behind = pool.submit(grammars.applied, *asked, is_gone=is_gone)
+        assert not behind.done()
         is_gone.set()
         with pytest.raises(QueueFull):
-            waits.result(60)
+            behind.result(60)
+        may_end.set()
+        assert first.result(60).mask is not None
     with pytest.raises(QueueFull, match="gone"):
         grammars.applied(*asked, is_gone=is_gone)
     assert grammars.applied(*asked).mask is not None

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import chain
@@ -25,6 +25,7 @@ from lowtide.decode.request import Committed, Event, Request
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import InternalError, NumericError, UsageError
+from lowtide.parsing.answer_pieces import AnswerPieces
 from lowtide.parsing.pieces import Done, Piece, Prefilled, Text
 from lowtide.serve.admission import Admission
 from lowtide.serve.conversation import Conversation, Turn
@@ -513,18 +514,17 @@ def test_more_answers_than_may_ever_run_are_refused(running: Running) -> None:
 def test_what_fails_in_the_midst_of_a_stream_is_an_event(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = running.service
-    pieces_of = service._pieces
+    push = AnswerPieces.push
 
-    def failing(*arguments: Any) -> list[Piece]:
-        failing_now = pieces_of(*arguments)
-        if any(isinstance(piece, Text) for piece in failing_now):
+    def failing(pieces: AnswerPieces, tokens: Sequence[int]) -> list[Piece]:
+        found = push(pieces, tokens)
+        if any(isinstance(piece, Text) for piece in found):
             raise Refusal("as told", 500, "server_error")
-        return failing_now
+        return found
 
     body = {**LONG_BODY, "stream": True}
     with monkeypatch.context() as patched, running.client() as client:
-        patched.setattr(service, "_pieces", failing)
+        patched.setattr(AnswerPieces, "push", failing)
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = [line for line in answer.iter_lines() if line]
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["message"] == "as told"

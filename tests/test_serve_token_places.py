@@ -41,9 +41,8 @@ def byte_level(trims: bool = False) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     made = with_bos(backend)
     if trims:
-        added = made._backend.post_processor
         trimming = processors.ByteLevel(trim_offsets=True)
-        made._backend.post_processor = processors.Sequence([trimming, added])
+        backend.post_processor = processors.Sequence([trimming, backend.post_processor])
     return made
 
 

@@ -17,6 +17,7 @@ from examples import examples
 from hash_model import StatefulHashModel, make_state_cache
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import states_of
 from kind_decoders import causal_decoder
 from test_kept_sequences import SYSTEM, Case, make_request, run
 
@@ -73,10 +74,9 @@ def ask(decoder: BatchDecoder[Any, Any], prompt: list[int], max_tokens: int = 8)
 
 def check_slots(cache: KVCache) -> None:
     """Each slot is free or of one sequence, and what is kept has states at its end."""
-    store = cache._states
-    assert store is not None
+    store = states_of(cache)
     used = [slot for taken in cache.taken for slot in taken.states.slots]
-    assert sorted([*used, *store._free]) == list(range(store.num_slots))
+    assert len({*used}) == len(used) == store.num_slots - store.num_free
     for taken in cache.taken:
         states = taken.states
         assert [*states.snapshots] == sorted(states.snapshots)
@@ -182,7 +182,7 @@ def test_as_much_as_is_planned_is_held() -> None:
         assert len(cache.kept) == count - 1 and cache.num_unused_tokens == 256 - 64 * count
         if count < 4:
             cache.keep(kv, 64)
-    assert not cache._states.num_free and not room.num_given_up
+    assert not states_of(cache).num_free and not room.num_given_up
     pages.close()
 
 

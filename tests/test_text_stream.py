@@ -124,7 +124,8 @@ def test_text_comes_as_soon_as_it_is_certain(name: str) -> None:
     *parts, last = streamed(tokenizer, [i for i in ids if i is not None], range(1, 80))
     assert (last == tokenizer.decode(ids)) == (name in WHOLE_AT_THE_END)
     assert name in WHOLE_AT_THE_END or len(last) <= 3
-    steps = [] if DECODERS[name] is None else steps_of(tokenizer._backend.decoder)
+    decoder = DECODERS[name]
+    steps = [] if decoder is None else steps_of(decoder)
     assert is_local(steps) == (name not in WHOLE_AT_THE_END)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,9 @@ from lowtide.kernels.reference import Kernels
 from lowtide.lab import verify as verify_module
 from lowtide.lab.agreement import agreement
 from lowtide.lab.verify import SHARES, Verdict, verify
-from lowtide.layers import rows as rows_module
-from lowtide.memory.chunking import MAX_REMAINDER, OPERATOR_TILES
+from lowtide.layers.rows import in_chunks
+from lowtide.memory.chunking import MAX_REMAINDER, OPERATOR_TILES, TILE_ROWS
+from lowtide.memory.workspace import Buffers
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import lossless_presets, register, unregister
 
@@ -122,10 +122,8 @@ def test_a_gpu_s_experts_are_given_a_long_text_a_pass_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where there is a tolerance every layer is asked for once more, by itself."""
-    cases, overrides = verify_module._cases, {"max_position_embeddings": 1024}
-    monkeypatch.setattr(
-        verify_module, "_cases", lambda *given: (c._replace(tolerance=0.05) for c in cases(*given))
-    )
+    monkeypatch.setattr(verify_module, "INEXACT_DEVICES", ("cpu",))
+    overrides = {"max_position_embeddings": 1024}
     verdicts = verify(
         GOLDENS / "llada-moe-a", max_tokens=2, device="cpu", config_overrides=overrides
     )
@@ -135,14 +133,14 @@ def test_a_gpu_s_experts_are_given_a_long_text_a_pass_at_a_time(
 
 def test_a_wrong_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of operators that are divided, one row is wrong; the reference divides fewer."""
-    one_by_one = rows_module._one_by_one
 
-    def disturbed(tile_rows: int, run: Callable[..., object], rows: Sequence[Tensor]) -> None:
-        one_by_one(tile_rows, run, rows)
-        if tile_rows < len(rows[0]):
+    def disturbed(operator: str, workspace: Buffers, run: Any, *rows: Tensor) -> None:
+        in_chunks(operator, workspace, run, *rows)
+        num_rows = len(rows[0])
+        if TILE_ROWS < num_rows and workspace.together(operator, num_rows) < num_rows:
             rows[-1][-1].add_(1)
 
-    monkeypatch.setattr(rows_module, "_one_by_one", disturbed)
+    monkeypatch.setattr("lowtide.models.decoder.in_chunks", disturbed)
     overrides = LONGER["dream-a"]
     [verdict] = verify(GOLDENS / "dream-a", max_tokens=2, device="cpu", config_overrides=overrides)
     assert not verdict.is_same

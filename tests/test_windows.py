@@ -253,7 +253,8 @@ def test_a_next_turn_without_the_answer_goes_on_at_the_prompts_end() -> None:
         found = ask(decoder, text, 150)
         assert found.num_resumed == (len(text) - 8 if turn else 0)
         text = [*text, *SYSTEM[turn : turn + 7]]
-    assert len(cache._kept) == 1 and cache._kept[0].copies
+    [kept] = cache.kept
+    assert kept.copies
     for number, num_resumed in ((1, 0), (2, 0), (3, 150)):
         text = [*SYSTEM[20:170], *[number] * 100]
         assert ask(decoder, text, 60).num_resumed == num_resumed
@@ -320,6 +321,16 @@ def test_files_have_the_windows_alone(tmp_path: Path, windows: tuple[int, ...]) 
         assert file.stat().st_size < whole * (0.25 + windows.count(0)) / len(windows) + 150 * 4096
 
 
+def num_rooms(cache: KVCache) -> int:
+    """The number of short sequences for which an unused cache has room, in all its layers."""
+    taken = []
+    while cache.can_allocate(64):
+        taken.append(cache.allocate(64))
+    for each in taken:
+        cache.free(each)
+    return len(taken)
+
+
 class Drawn:
     """Conversations over one decoder, their answers beside those of a twin that keeps all."""
 
@@ -328,17 +339,18 @@ class Drawn:
         self.windows = rng.choice((WINDOWS, (3, 0, 0), (1, 17, 60), (9, 9)))
         self.max_rows = rng.choice((16, 48, 64))
         self.reuse = rng.choice((Reuse.ON, Reuse.ON, Reuse.EXACT))
+        is_paged, num_tokens = rng.random() < 0.5, rng.choice((512, CONTEXT, 4 * CONTEXT))
         self.decoder, self.cache = opened(
-            self.reuse,
-            self.max_rows,
-            is_paged=rng.random() < 0.5,
-            num_tokens=rng.choice((512, CONTEXT, 4 * CONTEXT)),
-            windows=self.windows,
+            self.reuse, self.max_rows, is_paged, num_tokens, windows=self.windows
         )
+        layers = [(2, 1, 1)] * len(self.windows)
+        shape = KVShape.of(layers, num_tokens, self.windows, self.max_rows)
+        self.caps = [of_window.cap for of_window in shape.windows]
+        self.num_rooms = num_rooms(self.cache)
         self.stored = None
         if rng.random() < 0.5:
             self.stored = stored_in(folder, self.cache, self.windows)
-            if len(self.cache._windows) != len({*self.windows} - {0}):
+            if len(self.caps) != len({*self.windows} - {0}):
                 self.stored.close()  # some are as long as all that there is room for
                 self.stored = None
         self.decoder.store_in(self.stored)
@@ -380,19 +392,17 @@ class Drawn:
             self.check()
 
     def check(self) -> None:
-        """No two are in each other's place, in any store."""
+        """No two are in each other's place, in any layer."""
         check_ranges(self.cache)
-        for index, store in enumerate(self.cache._windows):
-            taken = self.cache._taken
-            owned = [window for each in taken for n, window in each.all_windows if n == index]
-            assert {*map(id, owned)} == {*map(id, store._taken)}
+        for index, cap in enumerate(self.caps):
+            owned = [w for each in self.cache.taken for n, w in each.all_windows if n == index]
             assert all(window.num_written <= window.capacity for window in owned)
-            for one, next_one in pairwise(store._taken):
+            for one, next_one in pairwise(sorted(owned, key=lambda window: window.start)):
                 assert one.start + one.capacity <= next_one.start
-            for each in taken:
+            for each in self.cache.taken:
                 window = each.windows[index]
-                assert window.capacity <= store._shape.cap
-                assert each not in self.cache._kept or window.stop == each.num_written
+                assert window.capacity <= cap
+                assert each not in self.cache.kept or window.stop == each.num_written
 
     def end(self) -> None:
         self.run(100_000)
@@ -404,7 +414,7 @@ class Drawn:
         self.decoder.close()
         if self.stored is not None:
             self.stored.close()
-        assert not self.cache._taken and not any(x._taken for x in self.cache._windows)
+        assert not self.cache.taken and num_rooms(self.cache) == self.num_rooms
 
 
 @examples(60)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from inside import states_of
 from torch import Tensor
 
 from lowtide.core import IntArray
@@ -82,7 +83,7 @@ class Beside:
         cache.end_pass(segment.kv for segment in segments)
         if cache.has_states:
             for name, segment in zip(names, segments, strict=True):
-                own, store = segment.kv.states, cache._states
+                own, store = segment.kv.states, states_of(cache)
                 copied = {place: own.snapshots[place] for place in segment.cuts}
                 for place, slot in {**copied, segment.end_position: own.before}.items():
                     self._newest[name].states[place] = store.content(slot).clone()
@@ -129,7 +130,7 @@ class Beside:
         if not np.array_equal(one.tokens[:first], known[:first]):
             return False
         if first and cache.has_states:
-            states = cache._states.content(segment.kv.states.before)
+            states = states_of(cache).content(segment.kv.states.before)
             if first not in one.states or not torch.equal(one.states[first], states):
                 return False
         found = self._subject.kv_cache.rows(segment.kv, 0, first)

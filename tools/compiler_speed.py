@@ -27,7 +27,7 @@ from typing import NamedTuple
 from lowtide.kernels import check
 from lowtide.kernels.cpu import library
 from lowtide.kernels.cpu.compiler import find_compiler, zig_for
-from lowtide.kernels.cpu.library import build_kernels, built_folder, load_parts
+from lowtide.kernels.cpu.library import build_kernels, built_folder
 from lowtide.kernels.cpu.sources import all_parts
 from lowtide.kernels.cpu.variants import INT8_VARIANTS, VARIANTS, num_variants
 
@@ -124,8 +124,8 @@ def _work(package: Path) -> None:
 def _loaded(package: Path) -> check.Kernels:
     """Load the libraries of a folder in the place of this package's own."""
     [path] = built_folder(package).glob("*.so")
-    library._built_path = lambda of: path
-    load_parts(all_parts())
+    built = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    library.loaded.update(dict.fromkeys(all_parts(), built))
     kernels = check.Kernels()
     if kernels.path != str(path):
         raise SystemExit(f"{kernels.path} is loaded, not {path}")

@@ -108,6 +108,12 @@ class LateReads:
         """List the layers with running reads."""
         return list(self._pending)
 
+    @property
+    def experts(self) -> list[tuple[int, int]]:
+        """List the expected experts, each behind its layer, with a running read or without."""
+        running = [(layer, read.expert) for layer, reads in self._pending.items() for read in reads]
+        return [*self._waiting, *running]
+
     def expect(self, layer: int, experts: IntArray) -> None:
         """Add experts for a layer's next step."""
         self._waiting.extend((layer, expert) for expert in experts.tolist())
@@ -128,6 +134,6 @@ class LateReads:
 
     def forget(self) -> None:
         """Recover from a failure: forget all; the caller waits for running reads."""
-        self.num_forgotten += len(self._waiting) + sum(map(len, self._pending.values()))
+        self.num_forgotten += len(self.experts)
         self._waiting.clear()
         self._pending.clear()

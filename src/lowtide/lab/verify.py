@@ -54,6 +54,9 @@ MAX_LOGIT_ROWS = 64
 EMULATED_SPEEDS = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
 """Default speeds of an emulated device, which need not be slow: they do not change results."""
 
+INEXACT_DEVICES = ("cuda",)
+"""Devices whose sums have another order than the CPU's; `TOLERANCES` are theirs."""
+
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float32: 1e-4,
     torch.float16: 5e-3,
@@ -218,15 +221,15 @@ def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> l
     return [ordinary[i] for i in random.integers(len(ordinary), size=num_tokens)]
 
 
-def _cases(model: str | Path, options: Mapping[str, Any], gpu_tolerance: float) -> Iterator[_Case]:
-    """Yield every device with every budget.
+def _cases(model: str | Path, options: Mapping[str, Any], inexact: float) -> Iterator[_Case]:
+    """Yield every device with every budget. inexact: the tolerance of inexact devices.
 
     The least device budget has half of the experts on disk; without experts it is the only one.
     """
     for device in _devices(str(options.get("device", "auto"))):
         whole = _on_device(options, device)
         plan = plan_model(model, **whole)
-        tolerance = gpu_tolerance if device == "cuda" else 0.0
+        tolerance = inexact if device in INEXACT_DEVICES else 0.0
         for share in SHARES if plan.num_experts else SHARES[:1]:
             yield _Case(device, {**whole, **_budgets(plan, share)}, tolerance)
 

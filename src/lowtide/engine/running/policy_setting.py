@@ -152,7 +152,7 @@ def _check_workspace(planner: Planner, plan: MemoryPlan, policy: str) -> None:
         )
 
 
-def _policy_inputs(
+def policy_inputs(
     choice: PolicyChoice,
     plan: MemoryPlan,
     num_experts: int,
@@ -216,7 +216,7 @@ def make_engine_policies(
         costs = _disk_costs(choice, host, plan.policy, compute_s)
     else:
         costs = device.costs
-    inputs = _policy_inputs(choice, plan, num_experts, calibration, costs)
+    inputs = policy_inputs(choice, plan, num_experts, calibration, costs)
     if device is None:
         unused = recipe(plan.policy).unused_without_device
         if unused and choice.policy == plan.policy and not plan.everything_fits:

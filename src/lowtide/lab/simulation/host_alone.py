@@ -43,7 +43,7 @@ def compare_alone(
         foreseen = list(guesses(trace, ahead.gate_accuracy, inputs.seed))
     reports = []
     for preset in presets:
-        run = _HostReplay(preset, inputs, ahead)
+        run = HostReplay(preset, inputs, ahead)
         passes = zip(trace.passes, hits, trace.iter_routed(), foreseen, strict=True)
         for one, pass_hits, of_rows, predicted in passes:
             run.begin_pass(one.step)
@@ -55,23 +55,23 @@ def compare_alone(
     return reports
 
 
-class _HostReplay:
+class HostReplay:
     """A replay on the host alone: its residents, advanced layer by layer."""
 
     def __init__(self, preset: str, inputs: PolicyInputs, ahead: AheadSlots = NONE_AHEAD) -> None:
         self.report = Report(preset, expert_bytes=inputs.costs.expert_bytes)
         self.policies = replayable(recipe(preset).policies_without_device(inputs))
-        self._is_resident = np.zeros((inputs.num_layers, inputs.num_experts), np.bool_)
-        for layer, is_resident in enumerate(self._is_resident):
+        self.is_resident = np.zeros((inputs.num_layers, inputs.num_experts), np.bool_)
+        for layer, is_resident in enumerate(self.is_resident):
             is_resident[self.policies.placement.initial(layer)] = True
-        self._ahead = ReplayedAhead(ahead, self._is_resident, inputs.costs.fetch_s)
+        self._ahead = ReplayedAhead(ahead, self.is_resident, inputs.costs.fetch_s)
         self._idle_s = 0.0  # the disk's, from a layer's last read to its end
         self._began_s, self._num_read = 0.0, 0  # when the pass began, and what was read in it
         self._is_compiled = False  # the pass
 
     def begin_pass(self, step: Step) -> None:
         self._began_s, self._num_read = self.report.total_s, self.report.num_fetched
-        num_residents = np.count_nonzero(self._is_resident, axis=1)
+        num_residents = np.count_nonzero(self.is_resident, axis=1)
         self.policies.begin_pass(step, num_residents, self.policies.capacity)
 
     def layer(
@@ -83,7 +83,7 @@ class _HostReplay:
         predicted: IntArray | None = None,
     ) -> None:
         """Replay a layer of a pass. hits [experts]; predicted [layers, experts]: by early gates."""
-        policies, is_resident = self.policies, self._is_resident[layer]
+        policies, is_resident = self.policies, self.is_resident[layer]
         demand = demand_of(hits, is_resident)
         is_kept = is_resident.copy()
         facts = Facts(
