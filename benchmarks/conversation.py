@@ -5,8 +5,8 @@ answer's first token, or of a diffusion model to its first draft. Beside each, i
 and in turn, the pass that it takes is run bare: its new rows over a copy of the conversation's
 keys, and the logits of the rows that are read. The ratio's floor is 1, and 1.10 is wanted.
 
-Then prompts that nothing is taken over of, with keeping and without in turn: what keeping costs a
-conversation that is not continued, of which at most 1% is wanted.
+Then prompts that nothing is taken over of, in an engine that keeps and one that does not, in turn:
+what keeping costs a conversation that is not continued, of which at most 1% is wanted.
 
 With `--restarts` also the first turn of engines that find the conversation in files: over reading
 as many bytes at the disk's ceiling and the turn after it, whose keys are in place. The floor is 1,
@@ -37,8 +37,6 @@ from common.turns import (
 )
 
 from lowtide import LLM
-from lowtide.core import Reuse
-from lowtide.engine.running.engine import Engine
 from lowtide.lab.budgets import budget_of_share
 from lowtide.llm import plan_model
 
@@ -55,7 +53,6 @@ def main() -> None:
     budget = budget_of_share(plan, options.share)
     with LLM(folder, host_memory=budget, **chosen) as llm:
         values = as_ratios(timed_turns(llm, options.behind))
-        cost = _keeping_cost(llm, min(options.behind, 512), options.repeats)
         settings = {
             "model": folder.name,
             "share": options.share,
@@ -65,6 +62,7 @@ def main() -> None:
             "policy": llm.plan.policy,
             "repeats": options.repeats,
         }
+    cost = _keeping_cost(folder, {**chosen, "host_memory": budget}, options)
     values |= {"keeping_cost": cost, "wanted_keeping_cost": 0.01}
     if options.restarts:
         chosen["host_memory"] = budget
@@ -109,24 +107,19 @@ def _after_restarts(
     }
 
 
-def _keeping_cost(llm: LLM, num_prompt: int, repeats: int) -> float:
+def _keeping_cost(folder: Path, chosen: dict[str, Any], options: argparse.Namespace) -> float:
     """Share of the time without keeping that answers to new prompts take more with it."""
-    seconds: dict[Reuse, list[float]] = {Reuse.ON: [], Reuse.OFF: []}
-    for repeat in range(repeats + 1):
-        for reuse in (Reuse.ON, Reuse.OFF) if repeat % 2 else (Reuse.OFF, Reuse.ON):
-            _set_reuse(llm, reuse)
-            start_s = time.perf_counter()
-            answered(llm, text_ids(llm, num_prompt, 100 + 2 * repeat + (reuse is Reuse.ON)))
-            if repeat:
-                seconds[reuse].append(time.perf_counter() - start_s)
-    return statistics.median(seconds[Reuse.ON]) / statistics.median(seconds[Reuse.OFF]) - 1
-
-
-def _set_reuse(llm: LLM, reuse: Reuse) -> None:
-    def work(_: Engine) -> None:
-        llm._loop._worker._decoder._kept._reuse = reuse
-
-    llm._loop.run(work)
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    num_prompt = min(options.behind, 512)
+    with LLM(folder, cache="on", **chosen) as keeps, LLM(folder, cache="off", **chosen) as forgets:
+        engines = [("on", keeps), ("off", forgets)]
+        for repeat in range(options.repeats + 1):
+            for name, llm in engines if repeat % 2 else engines[::-1]:
+                start_s = time.perf_counter()
+                answered(llm, text_ids(llm, num_prompt, 100 + 2 * repeat + (name == "on")))
+                if repeat:
+                    seconds[name].append(time.perf_counter() - start_s)
+    return statistics.median(seconds["on"]) / statistics.median(seconds["off"]) - 1
 
 
 def _options() -> argparse.Namespace:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.emulated import Learned, Model, Stretch, Totals
+from common.inside import engine_of
 from common.memory import division_kept
 from lowtide import LLM
 from lowtide.core import Costs, Curve
@@ -28,7 +29,7 @@ class DiskTrack:
 
     def __init__(self, llm: LLM) -> None:
         """llm: closed with the track. Raises InternalError if it has a device."""
-        if llm._engine.experts.device is not None:
+        if engine_of(llm).experts.device is not None:
             raise InternalError("The engine has a device.")
         self.llm = llm
         self._expert_bytes = llm.plan.host.slot_bytes
@@ -57,7 +58,7 @@ class DiskTrack:
         found = []
         for _ in range(NUM_MEASURED):
             self.adopt("lowtide", {})
-            found.append(self.llm._engine.experts.policies.costs)
+            found.append(engine_of(self.llm).experts.policies.costs)
         return sorted(found, key=lambda costs: costs.link_s)[NUM_MEASURED // 2]
 
     def around_reads_s(self, learned: Learned) -> float:
@@ -72,7 +73,7 @@ class DiskTrack:
 
     def ahead_slots(self, calibration: Calibration) -> AheadSlots:
         """Return the slots that reads ahead of a layer are decided by."""
-        return ahead_slots(self.llm._engine, calibration)
+        return ahead_slots(engine_of(self.llm), calibration)
 
     def adopt(self, preset: str, options: Mapping[str, Any]) -> None:
         """Starts from a preset's own first residents."""
@@ -126,7 +127,7 @@ class LayerClock:
     def __init__(self, llm: LLM) -> None:
         self.experts_s = self.around_s = 0.0
         self.num_reading = 0  # layers that read
-        self._runtime: Any = llm._engine.experts
+        self._runtime: Any = engine_of(llm).experts
         self._forward, self._start = self._runtime.forward, self._runtime.host.transfer.start
         self._begun_s = self._ended_s = math.inf
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
+from common.inside import engine_of
 from common.models import model_folder
 from common.record import Row, say
 from common.simulated import published
@@ -183,7 +184,7 @@ class Track:
 
     def __init__(self, llm: LLM) -> None:
         """llm: closed with the track. Raises InternalError if it has no emulated device."""
-        runtime = llm._engine.experts
+        runtime = engine_of(llm).experts
         if runtime.device is None or not isinstance(runtime.device.device, EmulatedDevice):
             raise InternalError("The engine has no emulated device.")
         self.llm = llm
@@ -216,7 +217,7 @@ class Track:
     @property
     def engine(self) -> Engine:
         """The present one: another preset makes another of the same parts."""
-        return self.llm._engine
+        return engine_of(self.llm)
 
     def adopt(self, preset: str, options: Mapping[str, Any]) -> None:
         """Starts from a preset's own first residents, which the link brings at once.

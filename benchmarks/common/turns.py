@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.inside import run_between_passes, states_of
 from lowtide import LLM, SamplingParams
 from lowtide.core import Step, StepKind
 from lowtide.decode.request import Committed, Draft
@@ -89,17 +90,18 @@ def bare_pass_s(llm: LLM, prompt: list[int], num_cached: int | None = None) -> f
 
     def work(engine: Engine) -> float:
         cache, block_length = engine.kv_cache, engine.model.config.decoding.block_length
-        kept = cache._kept[-1]
+        kept = cache.kept[-1]
         first = min(num_cached or kept.num_written, kept.num_written)
         ids = list(prompt)
         if block_length > 1:  # the block that is filled next, masked
             first = first // block_length * block_length
             mask = engine.model.config.decoding.mask_token_id or 0
             ids += [mask] * (block_length - len(ids) % block_length)
-        if kept.states is not None:  # those of the copy have room
+        states = states_of(cache)
+        if states is not None and kept.states is not None:  # those of the copy have room
             needed = first, kept.num_written
             others = [place for place in kept.states.snapshots if place not in needed]
-            cache._states.drop(kept.states, *others)
+            states.drop(kept.states, *others)
         kv = cache.branch(kept, first, len(ids))
         rows = len(ids) - first
         batch = Batch(
@@ -118,7 +120,7 @@ def bare_pass_s(llm: LLM, prompt: list[int], num_cached: int | None = None) -> f
         finally:
             cache.free(kv)
 
-    return llm._loop.run(work)
+    return run_between_passes(llm, work)
 
 
 def turn_params() -> SamplingParams:
