@@ -11,6 +11,8 @@
 
 #pragma once
 
+#include <limits>
+
 #include "numbers.hpp"
 
 namespace lowtide {
@@ -83,6 +85,43 @@ class Ahead {
     const char* pages_[NUM_PAGES];
     long unasked_bytes_ = 0;
     long page_ = 0, offset_ = 0;  // of what is asked for next: which of them, and where in it
+};
+
+// Prefetch into the first cache of the lines that lie a fixed distance ahead, for weights that are
+// read in order. Products that unpack in registers are faster with it than with eight pages at a time
+// (docs/log).
+class LinesAhead {
+   public:
+    // Reads the same ranges as an `Ahead`.
+    LinesAhead(const void* from, long num_bytes, const void* next)
+        : from_(static_cast<const char*>(from)), end_(num_bytes),
+          next_(static_cast<const char*>(next)) {
+        if (asked_ >= end_) enter_next();
+    }
+
+    // Call after reading `num_bytes` bytes; prefetches as many.
+    INLINED void read_bytes(long num_bytes) {
+        for (due_ += num_bytes; asked_ < due_; asked_ += LINE_BYTES)
+            __builtin_prefetch(from_ + asked_, 0, FIRST_CACHE);
+        if (asked_ >= end_) enter_next();
+    }
+
+   private:
+    static constexpr long DISTANCE = 8192;
+
+    // Goes on with the beginning of the next range, or with nothing.
+    void enter_next() {
+        if (next_ == nullptr) {
+            asked_ = end_ = std::numeric_limits<long>::max();
+        } else {
+            from_ = next_, next_ = nullptr;
+            due_ -= asked_, asked_ = 0, end_ = DISTANCE;
+        }
+    }
+
+    const char* from_;
+    long asked_ = DISTANCE, due_ = DISTANCE, end_;  // bytes behind `from_`
+    const char* next_;
 };
 
 // Prefetches the `number`-th of `count` parts of some rows of weights, which may be null: as many

@@ -28,7 +28,7 @@ void unpack_rows(int variant, const PackedRows& rows, bf16* out, long out_stride
 template <class Dots, int rows>
 void multiply_rows(const Product<bf16>& p, const PackedRows& packed) {
     constexpr long OUTS = vectors::OUTS;
-    Ahead ahead(packed.stored, p.num_outs * packed.row_bytes, p.next);
+    LinesAhead ahead(packed.stored, p.num_outs * packed.row_bytes, p.next);
     for (long first = 0; first < p.num_outs; first += OUTS) {
         const u8* weights[OUTS];
         for (long o = 0; o < OUTS; ++o)  // beyond the last row: the last row again

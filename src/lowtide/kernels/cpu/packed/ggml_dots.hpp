@@ -74,7 +74,7 @@ struct SpanDots {
     template <int rows>
     AVX512_BF16 NOT_INLINED static void of(
         const bf16* x, long x_stride, const u8* const (&weights)[OUTS], long num_blocks,
-        Ahead& ahead, float (&sums)[rows][OUTS]
+        LinesAhead& ahead, float (&sums)[rows][OUTS]
     ) {
         constexpr long BLOCKS = BLOCKS_OF_SPAN<Type>;
         const u8* b[OUTS];
@@ -82,12 +82,12 @@ struct SpanDots {
         Span<Type> spans[OUTS];
         __m512 lanes[rows][OUTS] = {};
         for (; num_blocks >= BLOCKS; num_blocks -= BLOCKS, x += SPAN) {
-            ahead.read_bytes<FIRST_CACHE>(OUTS * BLOCKS * Type::BYTES);
+            ahead.read_bytes(OUTS * BLOCKS * Type::BYTES);
             add_span<Type, rows>(x, x_stride, b, spans, lanes);
             UNROLLED for (int o = 0; o < OUTS; ++o) b[o] += BLOCKS * Type::BYTES;
         }
         if constexpr (BLOCKS > 1) {
-            ahead.read_bytes<FIRST_CACHE>(OUTS * num_blocks * Type::BYTES);
+            ahead.read_bytes(OUTS * num_blocks * Type::BYTES);
             if (num_blocks > 0) add_rest<Type, rows>(x, x_stride, b, num_blocks, lanes);
         }
         UNROLLED for (int r = 0; r < rows; ++r)

@@ -70,7 +70,7 @@ struct Dots {
     template <int rows>
     AVX512_VBMI NOT_INLINED static void of(
         const bf16* x, long x_stride, const u8* const (&weights)[OUTS], long num_blocks,
-        Ahead& ahead, float (&sums)[rows][OUTS]
+        LinesAhead& ahead, float (&sums)[rows][OUTS]
     ) {
         constexpr long AT_ONCE = 8;  // blocks of each row in one request to `Ahead`
         const u8* b[OUTS];
@@ -78,7 +78,7 @@ struct Dots {
         __m512 lanes[rows][OUTS] = {};
         for (long first = 0; first < num_blocks; first += AT_ONCE) {
             const long count = std::min(num_blocks - first, AT_ONCE);
-            ahead.read_bytes<FIRST_CACHE>(OUTS * count * Mxfp4::BYTES);
+            ahead.read_bytes(OUTS * count * Mxfp4::BYTES);
             for (long i = 0; i < count; ++i, x += LANES) {
                 __m512i own[OUTS];
                 UNROLLED for (int o = 0; o < OUTS; ++o) {
