@@ -423,7 +423,7 @@ def test_a_pasted_text_that_begins_with_quotes_is_whole(monkeypatch: pytest.Monk
         ('"""all of\nthis"""', "all of\nthis"),
         ('"""all of\nthis"""\n', "all of\nthis"),
     ):
-        monkeypatch.setattr(editor, "_line", lambda _, text=text: text)
+        monkeypatch.setattr("builtins.input", lambda _, text=text: text)
         assert editor.read() == said
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -395,11 +397,11 @@ def test_a_process_that_was_killed_is_another_one_next_time() -> None:
 
 
 def test_an_interrupt_leaves_no_half_read_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(pipe: int, end_s: float) -> bytes:
+    def interrupted(*_: object) -> bytes:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(child_process, "_read_line", interrupted)
+        patch.setattr(child_process, "os", SimpleNamespace(**{**vars(os), "read": interrupted}))
         with pytest.raises(KeyboardInterrupt):
             render("{{ 'other' }}", HELLO)
     assert render("{{ 'mine' }}", HELLO) == "mine"

@@ -177,14 +177,14 @@ def test_host_device_and_link_work_at_the_same_time() -> None:
         ThreadPoolExecutor(1) as threads,
         pytest.MonkeyPatch.context() as patch,
     ):
-        image = device._slots.image
+        image = ExpertSlots.image
 
-        def late_image(slot: int) -> torch.Tensor:
+        def late_image(slots: ExpertSlots, slot: int) -> torch.Tensor:
             if threading.current_thread().name == LINK:
                 last_until_it_has_run()
-            return image(slot)
+            return image(slots, slot)
 
-        patch.setattr(device._slots, "image", late_image)
+        patch.setattr(ExpertSlots, "image", late_image)
         host = threads.submit(device.host_work([1], last_until_it_has_run))
         copied = device.copy(experts.image(0), 0, None)
         have_begun.wait()
