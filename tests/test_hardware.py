@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -227,14 +227,19 @@ def test_without_a_device_the_host_is_the_device(quick: None, executor: HostExec
         assert [point.num_tokens for point in curve] == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_memory_is_known_without_psutil(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_is_known_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     with_psutil = memory.total_memory_bytes(), memory.available_memory_bytes()
     monkeypatch.setitem(sys.modules, "psutil", None)
     total, available = memory.total_memory_bytes(), memory.available_memory_bytes()
     assert total == with_psutil[0]
     assert abs(available - with_psutil[1]) < total // 4  # others take and give back meanwhile
+
+    def fails(*_: object) -> NoReturn:
+        raise OSError
+
+    monkeypatch.setattr(Path, "read_text", fails)
     with pytest.raises(UsageError, match="install psutil"):
-        memory._meminfo("MemAvailable", tmp_path / "meminfo")
+        memory.total_memory_bytes()
 
 
 def test_a_small_model_s_dense_weights_are_no_endless_stream(

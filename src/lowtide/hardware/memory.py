@@ -100,10 +100,10 @@ def _host_memory() -> tuple[int, int]:
     return int(memory.total), int(memory.available)
 
 
-def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int:
+def _meminfo(name: str) -> int:
     """Return a field in bytes. Raise UsageError if it is missing."""
     try:
-        lines = path.read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         lines = []
     for line in lines:
