@@ -65,7 +65,7 @@ bool multiply_by_type(int variant, const Product<bf16>& p, const PackedRows& pac
     return false;
 }
 
-// A `MultiplyDirectly`; a type may specialise it (mxfp4_products.hpp).
+// A `MultiplyDirectly`; a type may specialise it (four_bit_products.hpp).
 template <class Type>
 bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& packed) {
     return multiply_by_type<Type>(variant, p, packed);

@@ -1,3 +1,3 @@
-#include "packed/mxfp4_products.hpp"
+#include "packed/four_bit_products.hpp"
 
 BLOCK_TYPE(MXFP4, lowtide::ggml::Mxfp4)

@@ -1,3 +1,3 @@
-#include "packed/block_products.hpp"
+#include "packed/four_bit_products.hpp"
 
 BLOCK_TYPE(Q4_0, lowtide::ggml::Q4_0)
