@@ -28,8 +28,8 @@ VNNI INLINED __m512 terms(const ggml::Sixteen<Type>& groups, const RoundedGroups
     return _mm512_mul_ps(term, _mm512_load_ps(x.steps));
 }
 
-// Multiplies up to `rows` rows of x with all rows of weights. asks: prefetches by `Ahead`.
-template <class Type, int rows, bool asks>
+// Multiplies up to `rows` rows of x with all rows of weights.
+template <class Type, int rows>
 class FewRoundedRows {
    public:
     explicit FewRoundedRows(const RoundedProduct& p)
@@ -81,7 +81,8 @@ class FewRoundedRows {
         __m512 of[2][rows];
         sum_whole(first, of[0]);
         sum_whole(second, of[1]);
-        if (asks) ahead_.read_bytes(num_left_ * WeightRow<Type>::SIXTEEN_BYTES / SUMS * 2);
+        ahead_.read_bytes<SECOND_CACHE>(
+            num_left_ * WeightRow<Type>::SIXTEEN_BYTES / SUMS * 2);
         const bool are_together = num_left_ > 0 && num_left_ <= SUMS / 2;
         if (num_left_ > SUMS / 2) add_last(first, of[0]), add_last(second, of[1]);
         __m512 upper[rows];
@@ -96,7 +97,7 @@ class FewRoundedRows {
     VNNI INLINED void sum_whole(const WeightRow<Type>& row, __m512 (&sums)[rows]) {
         UNROLLED for (int r = 0; r < rows; ++r) sums[r] = _mm512_setzero_ps();
         for (long number = 0; number < num_whole_; ++number) {
-            if (asks) ahead_.read_bytes(WeightRow<Type>::SIXTEEN_BYTES);
+            ahead_.read_bytes<SECOND_CACHE>(WeightRow<Type>::SIXTEEN_BYTES);
             ggml::Sixteen<Type> groups;
             row.load(number, groups);
             UNROLLED for (int r = 0; r < rows; ++r)
@@ -128,27 +129,26 @@ class FewRoundedRows {
     const RoundedGroups<Type>* x_[rows];
     const long row_bytes_, num_whole_, num_left_;
     const std::uint8_t* const end_;
-    Ahead ahead_;
+    LinesAhead ahead_;
 };
 
 // Multiplies up to `MOST_FEW_ROWS` rows.
 template <class Type>
-VNNI void multiply_few_rows(int variant, const RoundedProduct& p) {
-    if (reads_in_order(variant, p.num_rows)) return FewRoundedRows<Type, 1, false>(p).run();
-    if (p.num_rows == 1) return FewRoundedRows<Type, 1, true>(p).run();
-    if (p.num_rows == 2) return FewRoundedRows<Type, 2, true>(p).run();
-    if (p.num_rows <= 4) return FewRoundedRows<Type, 4, true>(p).run();
-    if (p.num_rows <= 6) return FewRoundedRows<Type, 6, true>(p).run();
-    FewRoundedRows<Type, 8, true>(p).run();
+VNNI void multiply_few_rows(const RoundedProduct& p) {
+    if (p.num_rows == 1) return FewRoundedRows<Type, 1>(p).run();
+    if (p.num_rows == 2) return FewRoundedRows<Type, 2>(p).run();
+    if (p.num_rows <= 4) return FewRoundedRows<Type, 4>(p).run();
+    if (p.num_rows <= 6) return FewRoundedRows<Type, 6>(p).run();
+    FewRoundedRows<Type, 8>(p).run();
 }
 
 // Multiplies any number of rows, in equal parts of at most `MOST_FEW_ROWS`.
 template <class Type>
-VNNI void multiply_by_few_rows(int variant, const RoundedProduct& p) {
+VNNI void multiply_by_few_rows(const RoundedProduct& p) {
     const long count = (p.num_rows + MOST_FEW_ROWS - 1) / MOST_FEW_ROWS;
     for (long i = 0; i < count; ++i) {
         const long first = i * p.num_rows / count, last = (i + 1) * p.num_rows / count;
-        multiply_few_rows<Type>(variant, p.rows(first, last - first));
+        multiply_few_rows<Type>(p.rows(first, last - first));
     }
 }
 

@@ -18,22 +18,18 @@ extern "C" int lowtide_has_avx_vnni();  // of processor.cpp
 
 namespace lowtide {
 
-// Returns true if weights are read in order without prefetching. For one stream the prefetchers of
-// processors without AMX do best; with more rows than one, computing takes longer (docs/log).
-inline bool reads_in_order(int variant, long num_rows) {
-    static const bool has_amx = lowtide_best_variant() == WITH_AMX;
-    return variant == INT8_VNNI && num_rows == 1 && !has_amx;
-}
-
-// Returns the bytes of a matrix that a thread takes at a time. A stream needs a while to start, so
-// pieces for one row are long, as long as every thread has one. (If int8_few_rows.hpp takes rows of
-// weights by twos, it prefetches in any case.)
+// Returns the bytes of a matrix that a thread takes at a time. One row is bound by reading, in order
+// on processors without AMX (`LinesAhead`), and a stream needs a while to start: pieces for one row
+// are long, as long as every thread has one.
 inline long piece_bytes_of(
     int variant, long usual, long share, const Group* groups, long num_groups
 ) {
-    const bool is_in_order = std::all_of(groups, groups + num_groups, [=](const Group& group) {
-        return reads_in_order(variant, group.num_rows);
-    });
+    static const bool has_amx = lowtide_best_variant() == WITH_AMX;
+    const bool is_in_order =
+        variant == INT8_VNNI && !has_amx
+        && std::all_of(groups, groups + num_groups, [](const Group& group) {
+               return group.num_rows == 1;
+           });
     return is_in_order ? std::clamp(share, usual, 2 * WORTH_BYTES) : usual;
 }
 

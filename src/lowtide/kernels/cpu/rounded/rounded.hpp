@@ -43,9 +43,9 @@ template <class Type>
 void multiply_by_vnni(int variant, const RoundedProduct& p) {
     if constexpr (std::is_same_v<Type, ggml::Mxfp4>) {
         static const bool has_vbmi = lowtide_has_vbmi() != 0;
-        if (has_vbmi) return multiply_by_few_rows<ggml::WithVbmi<Type>>(variant, p);
+        if (has_vbmi) return multiply_by_few_rows<ggml::WithVbmi<Type>>(p);
     }
-    multiply_by_few_rows<Type>(variant, p);
+    multiply_by_few_rows<Type>(p);
 }
 
 #endif
