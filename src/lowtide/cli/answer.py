@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     completions: list[Completion]
     generation_s: float  # from the request to the last token
     first_s: float  # from the request to the first token
-    num_first: int  # tokens that each completion began with; many of a diffusion model's block
+    num_first: int  # tokens that the completions began with: of a diffusion model, whole blocks
 
     @property
     def completion(self) -> Completion:
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second after the first, as a plan predicts them; of all if none came later."""
+        """The rate of tokens after the first, which a plan predicts; of all if none came later."""
         num_tokens = self.usage.completion_tokens
         if num_tokens > self.num_first and self.generation_s > self.first_s:
             return (num_tokens - self.num_first) / (self.generation_s - self.first_s)

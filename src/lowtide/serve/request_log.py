@@ -32,7 +32,7 @@ class Served:
     """A finished request, for metrics and log.
 
     first_s, total_s: since the request came. reason: the finish reason, or abort or error.
-    num_kept: prompt tokens whose KV cache was reused.
+    num_first: tokens that came first, together. num_kept: prompt tokens whose KV cache was reused.
     """
 
     reason: str
@@ -41,6 +41,7 @@ class Served:
     queue_s: float
     first_s: float | None
     total_s: float
+    num_first: int = 0
     num_kept: int = 0
 
 
@@ -176,7 +177,9 @@ def tokens_of(served: list[Served]) -> str:
     num_prompt, num_kept = sum(s.num_prompt for s in served), sum(s.num_kept for s in served)
     num_new = sum(s.num_new for s in served)
     parts = [f"{num_prompt} prompt", f"{num_kept} kept", f"{num_new} new"]
-    spans = [(s.total_s - s.first_s, s.num_new - 1) for s in served if s.first_s is not None]
+    spans = [
+        (s.total_s - s.first_s, s.num_new - s.num_first) for s in served if s.first_s is not None
+    ]
     total_s, num_timed = max((s for s, _ in spans), default=0.0), sum(n for _, n in spans)
     if num_timed > 0 and total_s > 0:
         parts.append(f"{num_timed / total_s:.1f} tokens/s")

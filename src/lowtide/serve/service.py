@@ -462,7 +462,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.start_s = time.monotonic()
-        self.num_prompt = self.num_new = self._num_kept = 0
+        self.num_prompt = self.num_new = self._num_kept = self._num_first = 0
         self.reason = ""
         self._begun_s: float | None = None
         self._first_s: float | None = None
@@ -476,7 +476,7 @@ class _Watch:
         if isinstance(event, Committed):
             self.num_new += len(event.tokens)
             if self._first_s is None:
-                self._first_s = now_s
+                self._first_s, self._num_first = now_s, len(event.tokens)
         elif isinstance(event, Finished):
             self.reason, self._num_kept = event.finish_reason, event.num_resumed
 
@@ -485,7 +485,8 @@ class _Watch:
         total_s = time.monotonic() - self.start_s
         queue_s = total_s if self._begun_s is None else self._begun_s
         counts = (self.num_prompt, self.num_new)
-        return Served(self.reason, *counts, queue_s, self._first_s, total_s, self._num_kept)
+        more = (self._num_first, self._num_kept)
+        return Served(self.reason, *counts, queue_s, self._first_s, total_s, *more)
 
 
 def _check_is_not_begun(conversation: Conversation) -> None:

@@ -2,10 +2,10 @@
 //
 // A single sequential stream does not use all of the memory's speed: the processor's own
 // prefetcher works within a page and for a few streams at a time, and a row of weights is about a
-// page. Reading eight pages side by side is 1.4 times as fast as one after another (docs/log),
-// whatever the length of a row.
+// page. Reading eight pages side by side is 1.4 times as fast as one after another with nothing asked
+// for (docs/log), whatever the length of a row.
 //
-// So while one region of eight pages is read, in any order, the next one is prefetched, a line of
+// `LinesAhead`, below, asks in the order of reading instead. With `Ahead`, while one region of eight pages is read, in any order, the next one is prefetched, a line of
 // each page in turn: into the second cache or, if unpacking takes the time (docs/log), into the
 // first, from where the excess goes to the second.
 
@@ -87,6 +87,11 @@ class Ahead {
     long page_ = 0, offset_ = 0;  // of what is asked for next: which of them, and where in it
 };
 
+inline bool has_amx() {
+    static const bool has = lowtide_best_variant() == WITH_AMX;
+    return has;
+}
+
 // Prefetch into the first cache of the lines that lie a fixed distance ahead, for weights that are
 // read in order. Products that unpack in registers are faster with it than with eight pages at a time
 // (docs/log), which processors with AMX keep: there it was not measured.
@@ -110,11 +115,6 @@ class LinesAhead {
 
    private:
     static constexpr long DISTANCE = 8192;
-
-    static bool has_amx() {
-        static const bool has = lowtide_best_variant() == WITH_AMX;
-        return has;
-    }
 
     // Goes on with the beginning of the next range, or with nothing.
     void enter_next() {

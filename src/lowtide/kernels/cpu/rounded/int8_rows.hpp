@@ -10,6 +10,7 @@
 #include <cstring>
 #include <vector>
 
+#include "dense/ahead.hpp"
 #include "experts/call_rows.hpp"
 #include "team/team.hpp"
 #include "dense/vnni.hpp"
@@ -24,9 +25,8 @@ namespace lowtide {
 inline long piece_bytes_of(
     int variant, long usual, long share, const Group* groups, long num_groups
 ) {
-    static const bool has_amx = lowtide_best_variant() == WITH_AMX;
     const bool is_in_order =
-        variant == INT8_VNNI && !has_amx
+        variant == INT8_VNNI && !has_amx()
         && std::all_of(groups, groups + num_groups, [](const Group& group) {
                return group.num_rows == 1;
            });
