@@ -209,7 +209,8 @@ def test_an_answer_whose_page_is_left_is_kept_as_far_as_it_came(browser, chattin
             body = seen.page.locator(".assistant .body").inner_text()
         assert body.startswith("word word word")
         assert seen.page.locator(".user .plain").inner_text() == "A long question"
-        assert "the page was left" in seen.page.locator(".assistant .facts").inner_text()
+        facts = seen.page.locator(".assistant .facts").inner_text()
+        assert "not complete when it was kept" in facts
         seen.page.locator("#model:not(:empty)").wait_for()
         seen.page.get_by_role("button", name="Another answer").click()
         seen.page.get_by_text("2 of 2").wait_for()
@@ -373,6 +374,40 @@ def test_turns_are_edited_answered_again_kept_and_exported(browser, chatting, tm
         page.locator("#welcome").wait_for()
         page.reload()
         page.locator("#welcome").wait_for()
+        seen.said[:] = [each for each in seen.said if "events" not in each]  # ended by the reload
+
+
+def test_an_end_of_earlier_answers_stays_one(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        page = seen.page
+        seen.ask("47 + 85")
+        page.get_by_role("button", name="Another answer").click()
+        page.get_by_text("2 of 2").wait_for()
+        seen.answer()
+        seen.ask("Roman 148")
+        before, after = (
+            page.get_by_role("button", name=f"Answer {to}") for to in ("before", "after")
+        )
+        assert before.is_enabled() and after.is_disabled()
+        after.evaluate("button => { button.disabled = false; button.click(); }")
+        assert page.get_by_text("2 of 2").is_visible()
+        before.click()
+        page.get_by_text("1 of 2").wait_for()
+        page.reload()
+        assert page.locator(".user .plain").all_inner_texts() == ["47 + 85", "Roman 148"]
+        page.get_by_text("1 of 2").wait_for()
+        seen.said[:] = [each for each in seen.said if "events" not in each]  # ended by the reload
+
+
+def test_a_kept_conversation_that_cannot_be_read_is_none(browser, chatting) -> None:
+    version = {"text": "132", "thoughts": "", "facts": {}, "ended": "stop"}
+    turns = [{"role": "assistant", "versions": [version, None], "chosen": 0}]
+    kept = json.dumps({"turns": turns})
+    with opened(browser, chatting) as seen:
+        seen.page.evaluate("kept => sessionStorage.setItem('lowtide-conversation', kept)", kept)
+        seen.page.reload()
+        seen.page.locator("#welcome").wait_for()
+        assert seen.ask("47 + 85") == "132"
         seen.said[:] = [each for each in seen.said if "events" not in each]  # ended by the reload
 
 

@@ -13,7 +13,7 @@ const ENDS = {
   stop: "the model was done",
   length: "no room was left",
   stopped: "stopped by you",
-  left: "the page was left",
+  incomplete: "not complete when it was kept",
   failed: "it failed",
 };
 

@@ -134,15 +134,17 @@ function assistantItem(turn) {
 }
 
 function versionButtons(turn) {
-  const other = (step, name, sign) =>
-    el(
+  const other = (step, name, sign) => {
+    const isThere = turn.versions[turn.chosen + step] !== undefined;
+    return el(
       "button",
       {
         type: "button",
-        class: "idle",
+        class: isThere && "idle", // others stay disabled when an answer ends
         "aria-label": name,
-        disabled: turn.versions[turn.chosen + step] === undefined,
+        disabled: !isThere,
         click: ({ target }) => {
+          if (!isThere) return;
           turn.chosen += step;
           conversation.keep();
           const made = assistantItem(turn);
@@ -154,6 +156,7 @@ function versionButtons(turn) {
       },
       sign,
     );
+  };
   return [
     other(-1, "Answer before", "‹"),
     el("span", { class: "quiet" }, `${turn.chosen + 1} of ${turn.versions.length}`),

@@ -14,12 +14,14 @@ export class Conversation {
   constructor() {
     try {
       const kept = JSON.parse(sessionStorage.getItem(PLACE) ?? localStorage.getItem(PLACE));
-      if (Array.isArray(kept?.turns) && kept.turns.every(isTurn)) this.turns = kept.turns;
+      if (!Array.isArray(kept?.turns) || !kept.turns.every(isTurn)) return;
+      for (const { versions = [] } of kept.turns) {
+        // Its page was left, or is another tab's that still writes it.
+        for (const version of versions) version.ended ??= "incomplete";
+      }
+      this.turns = kept.turns;
     } catch {
       // Nothing kept that can be read, or nothing may be kept: begin anew.
-    }
-    for (const { versions = [] } of this.turns) {
-      for (const version of versions) version.ended ??= "left"; // the page, while it came
     }
   }
 
@@ -40,7 +42,7 @@ export class Conversation {
     this.keep();
   }
 
-  /** How much of the context the conversation took, as far as the server said so. */
+  /** The number of tokens that the conversation takes: the server's count, else the page's. */
   get numTokens() {
     for (const turn of this.turns.toReversed()) {
       const { numPrompt, progress, numNew, numSeen = 0 } = (turn.versions && chosen(turn)?.facts) ?? {};
