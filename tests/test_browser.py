@@ -253,6 +253,37 @@ def test_long_code_is_code_while_it_comes_and_when_it_is_read_again(browser, cha
             seen.said.clear()  # events ended by the reload
 
 
+def test_code_that_comes_stays_scrolled_and_selected(browser, chatting) -> None:
+    lines = (Text(f"line_{i} = {'x' * 400}\n") for i in range(2000))
+    script = [Text("```py\n"), *(part for line in lines for part in (line, 0.02))]
+    with scripted(chatting, *script), opened(browser, chatting) as seen:
+        begin(seen, until="line_2 ")
+        seen.page.evaluate(
+            """() => {
+              const pre = document.querySelector(".body pre");
+              const text = pre.querySelector("code").firstChild;
+              pre.scrollLeft = 50;
+              getSelection().setBaseAndExtent(text, 0, text, 6);
+              document.querySelector(".body .code button").focus();
+            }"""
+        )
+        seen.page.locator(".body pre").get_by_text("line_20 ").wait_for()
+        kept = seen.page.evaluate(
+            """() => [document.querySelector(".body pre").scrollLeft, String(getSelection()),
+                      document.activeElement.textContent]"""
+        )
+        assert kept == [50, "line_0", "Copy"]
+        seen.page.keyboard.press("Escape")
+        seen.answer()
+        seen.said.clear()  # a request that was stopped counts as failed
+
+
+def test_rendered_text_without_an_element_is_shown(browser, chatting) -> None:
+    with opened(browser, chatting) as seen:
+        seen.page.route("**/markdown", lambda route: route.fulfill(json={"nodes": ["Rendered"]}))
+        assert seen.ask("47 + 85") == "Rendered"
+
+
 def test_text_from_right_to_left_begins_at_the_right(browser, chatting) -> None:
     hebrew = "\u05e9\u05dc\u05d5\u05dd"
     text = f"{hebrew}, world.\n\n- {hebrew}\n\n```\n{hebrew}\n```\n\nHello, {hebrew}.\n"

@@ -22,7 +22,8 @@ export class AnswerView {
   #version;
   #body = el("div", { class: "body" });
   #tail = el("div", { class: "plain" });
-  #code = el("code");
+  #codeText = document.createTextNode("");
+  #code = el("code", {}, this.#codeText);
   #openCode = codeBlock(this.#code); // code that is still coming
   #draft = el("span", { class: "draft" });
   #thoughts = el("p", { class: "plain" });
@@ -31,7 +32,7 @@ export class AnswerView {
   #speed = el("div", { class: "speed", hidden: true });
   #facts = el("dl", { class: "facts" });
   #diffusion = new DiffusionView();
-  #numSettled = 0; // characters of paragraphs that were rendered
+  #numSettled = 0; // characters of the blocks that are finished
   #rendering = Promise.resolve();
   #isDue = false;
 
@@ -167,11 +168,20 @@ export class AnswerView {
     for (const block of blocks) this.#addBlock(block);
     this.#numSettled = text.length - rest.length;
     if (fence) {
-      this.#code.replaceChildren(code, this.#draft);
-      this.#tail.replaceChildren(this.#openCode);
+      this.#paintCode(code);
     } else {
       this.#tail.replaceChildren(rest, this.#draft);
     }
+  }
+
+  /** Show open code; what was shown keeps its place, with its scrolling, selection and focus. */
+  #paintCode(code) {
+    const shown = this.#codeText;
+    if (code.startsWith(shown.data)) shown.appendData(code.slice(shown.length));
+    else shown.data = code;
+    if (this.#openCode.parentNode === this.#tail) return;
+    this.#code.append(this.#draft);
+    this.#tail.replaceChildren(this.#openCode);
   }
 
   #addBlock({ fence, code, text }) {

@@ -47,7 +47,9 @@ export async function rendered(text) {
   } catch {
     return null; // it stays plain
   }
-  for (const node of nodes) node.dir ||= "auto";
+  for (const node of nodes) {
+    if (typeof node !== "string") node.dir ||= "auto";
+  }
   return nodes;
 }
 
