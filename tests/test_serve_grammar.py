@@ -378,6 +378,19 @@ def test_a_text_that_is_not_held_to_its_grammar_is_told(form: CallFormat, choice
         assert told == ([] if is_raw else ["Not held to their grammars: 'free'"])
 
 
+def test_texts_that_are_not_held_to_their_grammars_are_told_first() -> None:
+    """A schema's reason may be longer than the header that both are told in."""
+    schema = {"properties": {"input": {"type": "string"}}, "required": ["input"]}
+    refused = {"properties": {"a": {"type": "string", "pattern": "(" * 500}}}
+    tools = Tool("f", "", refused), Tool("free", "", schema, grammar="start: /ab/i")
+    unguided: list[str] = []
+    asked = request_of(QWEN.tokenizer), None, tools
+    grammars_of(QWEN.tokenizer).applied(*asked, on_unguided=unguided.append)
+    [told] = unguided
+    assert told.startswith("Not held to their grammars: 'free'. ")
+    assert told.endswith("unclosed group")
+
+
 # refusals
 
 

@@ -96,7 +96,8 @@ class Grammars:
         must_call = tool_choice not in ("auto", "none")
         wanted = AnswerForm(constraint, chosen, must_call, not parallel_calls)
         request, reason = self._guided(request, tokenizer, wanted, is_gone)
-        reasons = [each for each in (reason, _free_texts(tokenizer, chosen)) if each]
+        # The schemas' reasons may be long, and a header's end is cut off.
+        reasons = [each for each in (_free_texts(tokenizer, chosen), reason) if each]
         if reasons:
             on_unguided(" ".join(reasons))
         return request
@@ -321,7 +322,9 @@ def _free_texts(tokenizer: Tokenizer, tools: Iterable[Tool]) -> str:
     """Say which tools' texts are not held to their grammars, or return ""."""
     free = [tool for tool in tools if tool.grammar and not enforces_text(tokenizer, tool)]
     names = ", ".join(f"{tool.name!r:.80}" for tool in free)
-    reason = "This model writes texts as JSON, in which they cannot be rewritten with certainty."
+    reason = (
+        "This model writes texts as JSON strings; these grammars cannot be rewritten for those."
+    )
     return names and f"Not held to their grammars: {names}. {reason}"
 
 

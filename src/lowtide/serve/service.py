@@ -66,7 +66,7 @@ IDLE_S = 2.0
 """Interval at which an idle server checks the system's free memory."""
 
 MAX_DISCLOSED = 400
-"""Longest header that says why calls are not held to their tools' schemas."""
+"""Longest header that says why calls are not held to their tools' schemas or grammars."""
 
 _NOT_SHOWN = re.compile(r"[^ -~]")
 
