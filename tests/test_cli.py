@@ -835,7 +835,49 @@ def test_a_verb_that_cannot_be_imported_ends_in_one_line(name: str) -> None:
     )
     result = python("-c", code)
     [line] = result.stderr.splitlines()
-    assert result.returncode == 1 and line.startswith("lowtide: It cannot be started: no room. ")
+    subject = "A library cannot be loaded" if name == "ImportError" else "It cannot be started"
+    assert result.returncode == 1 and line.startswith(f"lowtide: {subject}: no room. ")
+
+
+def test_a_part_that_lowtide_lacks_is_a_fault_of_ours() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['lowtide.cli.models'] = None\n"
+        "sys.argv = ['lowtide', 'ls']\n"
+        "from lowtide.cli.main import main\n"
+        "main()"
+    )
+    result = python("-c", code)
+    assert result.returncode == 1 and result.stderr.startswith("Traceback")
+    assert "ModuleNotFoundError: import of lowtide.cli.models halted" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "lacks"),
+    [
+        ("import nowhere", "No module named 'nowhere'"),
+        ("from lowtide.extend import Gone", "cannot import name 'Gone'"),
+    ],
+)
+def test_an_extension_s_verb_that_lacks_a_module_is_named(
+    text: str, lacks: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own_verbs.py").write_text(text)
+    code = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from importlib.metadata import EntryPoint\n"
+        "from lowtide.cli import verbs\n"
+        "verbs.extensions = lambda group: {'own': EntryPoint('own', 'own_verbs:own', group)}\n"
+        "sys.argv = ['lowtide', 'own']\n"
+        "from lowtide.cli.main import main\n"
+        "main()"
+    )
+    result = python("-c", code)
+    [line] = result.stderr.splitlines()
+    assert result.returncode == 1
+    assert line.startswith(f"lowtide: own_verbs cannot be loaded: {lacks}")
+    assert "install what it needs" in line
 
 
 def test_a_running_verb_that_fails_does_not_blame_its_start() -> None:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from lowtide.cli import EXIT_INTERRUPTED, EXIT_USAGE
+from lowtide.cli.importing import failure_text, is_own_fault
 from lowtide.cli.options import OPTIONS, Settings, resolve
 from lowtide.cli.policy_file import load_policy_file
 from lowtide.cli.screen import printable, stderr_console
@@ -127,7 +128,10 @@ def takes(
 
 
 def _check_current_folder() -> None:
-    """Raise StorageError in a folder that was removed: there is no path, and MKL ends programs."""
+    """Raise StorageError in a folder that was removed.
+
+    Relative paths lead nowhere in it, and MKL ends the process there.
+    """
     try:
         os.getcwd()
     except OSError as error:
@@ -139,7 +143,7 @@ def _check_current_folder() -> None:
 
 @contextmanager
 def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Iterator[None]:
-    """End the command with one clear line and a telling exit code, never with a traceback.
+    """End the command with one clear line and a telling exit code; faults of ours are raised.
 
     With `--json` the one object on standard output is then `{"error": {"type", "message"}}`.
     """
@@ -153,12 +157,9 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except ImportError as error:
-        if (error.name or "").partition(".")[0] == "lowtide":
+        if is_own_fault(error):
             raise
-        message = (
-            f"A library cannot be loaded: {error}. Where memory or open files are limited "
-            "(ulimit -v, ulimit -n) raise the limit, else install lowtide again; -v shows where."
-        )
+        message = f"{failure_text(error)}; -v shows where."
         _report(error, message, wants_json, is_verbose)
         raise typer.Exit(EXIT_FAILURE) from error
     except BrokenPipeError:

@@ -125,7 +125,7 @@ class _LazyVerb(TyperCommand):
         """Import the verb and make a context of it, in place of this stand-in."""
         one = typer.Typer(add_completion=False)
         epilog = f"For example: {self.known.example}" if self.known.example else None
-        with imports_reported():
+        with imports_reported(self.known.module):
             function = self.known.load()
         one.command(self.name, cls=Verb, epilog=epilog)(function)
         verb: Any = typer.main.get_command(one)
