@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Callable
@@ -400,15 +401,28 @@ def test_a_tokenizer_that_makes_texts_very_long(tmp_path: Path, kind: str) -> No
     replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
     for num_steps in (3, 12):
         steps = {"type": "Sequence", f"{kind}s": [replace] * num_steps}
-        edit_tokenizer(tmp_path, **{kind: steps})
+        edit_tokenizer(tmp_path, **(NO_PARTS | {kind: steps}))
         if num_steps == 3:
             assert Tokenizer.load(tmp_path) is not None
             continue
-        with pytest.raises(CheckpointError, match=f"{10**12} characters of one; at most 1024"):
+        with pytest.raises(CheckpointError, match=f"{10**12} characters of one; at most 4096"):
             Tokenizer.load(tmp_path)
 
 
+NO_PARTS = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+
+METASPACE = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
+
+BETWEEN = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
+
+
+def charsmap(replacement: str) -> object:
+    """A map of SentencePiece with one replacement, and a trie that finds nothing."""
+    trie = bytes(4 * 256)
+    content = len(trie).to_bytes(4, "little") + trie + f"{replacement}\0".encode()
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
 
 
 def steps(name: str, step: object) -> Callable[[int], object]:
@@ -423,20 +437,53 @@ def text_again(num_times: int) -> object:
 @pytest.mark.parametrize(
     ("kind", "make", "most"),
     [
-        ("normalizer", steps("normalizers", {"type": "Prepend", "prepend": "abc"}), 5),
-        ("normalizer", steps("normalizers", {"type": "ByteLevel"}), 5),
-        ("pre_tokenizer", steps("pretokenizers", BYTES), 5),
-        ("post_processor", text_again, 1024),
+        ("normalizer", steps("normalizers", {"type": "Prepend", "prepend": "abc"}), 6),
+        ("normalizer", steps("normalizers", {"type": "ByteLevel"}), 6),
+        ("pre_tokenizer", steps("pretokenizers", BYTES), 6),
+        ("pre_tokenizer", steps("pretokenizers", METASPACE), 12),
+        ("normalizer", steps("normalizers", {"type": "NFKC"}), 2),
+        ("normalizer", steps("normalizers", BETWEEN), 12),
+        ("normalizer", lambda num_chars: charsmap("x" * num_chars), 4096),
+        ("decoder", steps("decoders", {"type": "WordPiece", "prefix": "#", "cleanup": False}), 12),
+        ("post_processor", text_again, 4096),
     ],
 )
 def test_every_part_that_makes_a_text_longer_is_counted(
     kind: str, make: Callable[[int], object], most: int, tmp_path: Path
 ) -> None:
-    assert Tokenizer.load(edit_tokenizer(tmp_path, **{kind: make(most)})) is not None
+    assert Tokenizer.load(edit_tokenizer(tmp_path, **(NO_PARTS | {kind: make(most)})))
     for num_times in (most + 1, 100 * most):
-        edit_tokenizer(tmp_path, **{kind: make(num_times)})
-        with pytest.raises(CheckpointError, match="characters of one; at most 1024"):
+        edit_tokenizer(tmp_path, **(NO_PARTS | {kind: make(num_times)}))
+        with pytest.raises(CheckpointError, match="characters of one; at most 4096"):
             Tokenizer.load(tmp_path)
+
+
+def test_parts_that_make_a_text_longer_do_so_one_after_another(tmp_path: Path) -> None:
+    make = {
+        "normalizer": steps("normalizers", BYTES),
+        "pre_tokenizer": steps("pretokenizers", BYTES),
+        "post_processor": lambda num_steps: text_again(4**num_steps),
+    }
+    for kind in make:
+        folder = tmp_path / kind
+        folder.mkdir()
+        parts = {other: each(2) for other, each in make.items()}
+        assert Tokenizer.load(edit_tokenizer(folder, **parts)) is not None
+        edit_tokenizer(folder, **(parts | {kind: make[kind](3)}))
+        with pytest.raises(CheckpointError, match=f"make {4**7} characters of one"):
+            Tokenizer.load(folder)
+
+
+def test_the_longest_published_chain_is_accepted(tmp_path: Path) -> None:
+    """XLNet's and ALBERT's; T5's is a part of it."""
+    quotes = [{"type": "Replace", "pattern": {"String": mark * 2}, "content": '"'} for mark in "`'"]
+    forms = [{"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}, charsmap("x" * 18)]
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    parts = {
+        "normalizer": {"type": "Sequence", "normalizers": [*quotes, *forms, spaces]},
+        "pre_tokenizer": METASPACE,
+    }
+    assert Tokenizer.load(edit_tokenizer(tmp_path, **parts)) is not None
 
 
 def test_a_text_has_the_same_ids_each_time(tmp_path: Path) -> None:

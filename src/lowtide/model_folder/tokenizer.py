@@ -7,8 +7,10 @@ imports no torch.
 
 from __future__ import annotations
 
+import base64
 import codecs
 import functools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +50,7 @@ MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKEN_ID = 2**31 - 1
 MAX_ADDED_TOKENS = 4096  # added to every text, such as BOS
-MAX_GROWTH = 1024  # most characters that replace one
+MAX_GROWTH = 4096  # most characters that one may become; XLNet's bound is 2592
 MAX_TURNS = 4  # pieces encoded concurrently
 
 
@@ -384,8 +386,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     with blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
         backend = tokenizers.Tokenizer.from_buffer(data)
         num_added = backend.num_special_tokens_to_add(is_pair=False)
-        parts = backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder
-        growth = max(map(_growth, parts))
+        encoded = _growth(backend.normalizer) * _growth(backend.pre_tokenizer)
+        growth = max(encoded * _num_copies(backend.post_processor), _growth(backend.decoder))
         if isinstance(backend.model, models.BPE):
             backend.model.dropout = None  # of training: a text would have other ids each time
     if num_added > MAX_ADDED_TOKENS:
@@ -402,20 +404,53 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def _growth(part: Any) -> int:
-    """Return a bound on the factor by which a part may lengthen a text."""
-    growth = 1
-    for step in steps_of(part):
-        kind = step.get("type")
-        if kind == "Replace":
-            replaced = len(step["pattern"].get("String", "")) or 1  # an expression may match one
-            growth *= max(1, -(-len(step["content"]) // replaced))
-        elif kind == "Prepend":
-            growth *= 1 + len(step["prepend"])
-        elif kind == "ByteLevel":
-            growth *= 4  # a character for each byte
-        elif kind == "TemplateProcessing":
-            growth *= max(1, sum("Sequence" in each for each in step["single"]))
-    return growth
+    """Return a bound on the factor by which a part may lengthen a long text."""
+    return math.prod(map(_growth_of_step, steps_of(part)))
+
+
+def _growth_of_step(step: Mapping[str, Any]) -> int:
+    kind = step.get("type", "")
+    if kind == "Replace":
+        replaced, length = len(step["pattern"].get("String", "")), len(step["content"])
+        # Nothing, or an expression, may match between any two characters.
+        return max(1, -(-length // replaced)) if replaced else 1 + length
+    if kind == "Prepend":
+        return 1 + len(step["prepend"])
+    if kind == "Precompiled":
+        return _longest_replacement(base64.b64decode(step["precompiled_charsmap"]))
+    if kind == "ByteLevel":
+        return 4 + bool(step.get("add_prefix_space"))  # a character for each byte
+    return _GROWTHS.get(kind, 1)
+
+
+_GROWTHS = {
+    "NFC": 3,  # forms and cases by Unicode's own tables
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "Lowercase": 2,
+    "BertNormalizer": 3,
+    "Metaspace": 2,  # a character before each word
+    "WordPiece": 2,
+    "CTC": 2,  # a space for a text that may be empty
+    "BPEDecoder": 2,
+}
+"""Steps that lengthen texts by their kind alone."""
+
+
+def _longest_replacement(charsmap: bytes) -> int:
+    """Return the most characters that a map of SentencePiece puts for one.
+
+    Behind the trie of what is replaced, its size before it, are the replacements, each with a NUL.
+    """
+    num_bytes = int.from_bytes(charsmap[:4], "little")
+    return max(1, *map(len, charsmap[4 + num_bytes :].decode().split("\0")))
+
+
+def _num_copies(post_processor: Any) -> int:
+    """Return how often a text is in what its templates make of it."""
+    templates = [step["single"] for step in steps_of(post_processor) if "single" in step]
+    return math.prod(max(1, sum("Sequence" in part for part in each)) for each in templates)
 
 
 def _has_byte_tokens(steps: Sequence[Mapping[str, Any]]) -> bool:
