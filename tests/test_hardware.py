@@ -503,6 +503,11 @@ def test_what_is_no_file_costs_only_the_keeping(
     assert f"{KEY.path} is not a regular file; remove it" in caplog.text
 
 
+def test_a_place_that_cannot_be_looked_at_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="too long"):
+        store.write_kept(tmp_path / ("x" * 300), {}, {}, "measured costs")
+
+
 def test_an_interrupted_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(source: Path, target: Path) -> None:
         raise KeyboardInterrupt

@@ -234,8 +234,9 @@ def write_kept(
     except OSError as error:
         told = f"{path.parent} cannot be made: {error.strerror}"
         raise StorageError(f"{told}; XDG_CACHE_HOME names another cache folder.") from error
-    if path.exists() and not path.is_file():  # a pipe would wait for its reader
-        raise StorageError(f"{path} is not a regular file; remove it, and its costs are kept.")
+    # A pipe would wait for its reader. A path that cannot be looked at is told of by the writing.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise StorageError(f"{path} is not a regular file; remove it to keep measurements.")
     with whole_file(path, what) as file:
         file.write((json.dumps({"of": identity, **measured}, indent=1) + "\n").encode())
 
