@@ -51,7 +51,7 @@ DTYPE_BITS = {
 
 _SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _MAX_ELEMENTS = 2**63
-_MAX_DIMENSIONS = 32
+_MAX_DIMENSIONS = 32  # of an array of numpy 1
 
 
 class ArrayView(NamedTuple):
@@ -325,8 +325,12 @@ def _entry(
     dtype, shape, span = item.get("dtype"), item.get("shape"), item.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"tensor {shown(name)} has the unknown type {shown(dtype)}")
-    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+    if not _are_sizes(shape):
         raise ValueError(f"tensor {shown(name)} has the shape {_listed(shape)}")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(
+            f"tensor {shown(name)} has {len(shape)} dimensions; at most {_MAX_DIMENSIONS} are read"
+        )
     if not _are_sizes(span) or len(span) != 2:
         raise ValueError(f"tensor {shown(name)} has the data_offsets {_listed(span)}")
     begin, end = span
