@@ -499,7 +499,7 @@ def test_a_form_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> No
         first = pool.submit(grammars.applied, request, slow)
         assert grammars.applied(request, quick).mask is not None
         with monkeypatch.context() as patch:
-            patch.setattr(grammar_compiler, "MAX_TURN_S", 0.0)
+            patch.setattr(grammar_compiler, "MAX_WAIT_S", 0.0)
             assert is_slow.wait(60)
             with pytest.raises(QueueFull, match="other requests"):
                 grammars.applied(request, Constraint.regex("slow too"))

@@ -65,7 +65,7 @@ def read_rope(
     of `_STRETCHES`. usual_factor: the share of dimensions that rotate where the config names none;
     without it all have to. usual_theta: the one of files that name none; without it they have to.
     """
-    said = [
+    given = [
         _RotaryFields(
             fields.optional_number("rope_theta", low=1.0, high=1e15),
             fields.optional_number("partial_rotary_factor", low=0.0, high=1.0),
@@ -73,17 +73,17 @@ def read_rope(
     ]
     for name in ("rope_parameters", "rope_scaling"):
         if fields.raw(name) is not None:
-            said.append(_nested(fields, name, max_positions, can_stretch))
-    theta = _agreed("rope_theta", [each.theta for each in said]) or usual_theta
+            given.append(_nested(fields, name, max_positions, can_stretch))
+    theta = _agreed("rope_theta", [each.theta for each in given]) or usual_theta
     if theta is None:
         raise ConfigError("config.json has no rope_theta, neither flat nor in rope_parameters.")
-    stretches = [each.stretch for each in said if each.stretch is not None]
+    stretches = [each.stretch for each in given if each.stretch is not None]
     if len(set(stretches)) > 1:
         raise ConfigError("config.json: rope_parameters and rope_scaling disagree.")
     stretch = stretches[0] if stretches else _Stretch()
     if stretch.yarn is not None and theta == 1:
         raise ConfigError("config.json: a rope_theta of 1 has no frequencies for YaRN to stretch.")
-    factor = _agreed("partial_rotary_factor", [each.factor for each in said])
+    factor = _agreed("partial_rotary_factor", [each.factor for each in given])
     rotary_dim = _rotary_dim(fields, head_dim, factor, usual_factor or 1.0)
     if rotary_dim != head_dim and usual_factor is None:
         raise UnsupportedError(
@@ -147,14 +147,14 @@ def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) ->
             f"supported, only {', '.join(map(shown, known))}; {OTHER_MODEL}."
         )
     stretch = None if kind == "default" else _STRETCHES[kind](inner, max_positions)
-    said = _RotaryFields(
+    rotary = _RotaryFields(
         inner.optional_number("rope_theta", low=1.0, high=1e15),
         inner.optional_number("partial_rotary_factor", low=0.0, high=1.0),
         stretch,
     )
     inner.asked.update(_OF_IMAGES)
     _refuse_unknown(inner)
-    return said
+    return rotary
 
 
 def _rotary_dim(fields: Fields, head_dim: int, factor: float | None, usual: float) -> int:

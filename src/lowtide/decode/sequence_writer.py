@@ -61,9 +61,9 @@ class SequenceWriter:
 
     def offer(self, model: bytes, tokens: IntArray, kv: KVRange) -> None:
         """Queue a newly kept range for writing."""
-        kept = _WaitingSequence(model, tokens, kv, kv.num_kept, monotonic() + SETTLE_S)
+        waiting = _WaitingSequence(model, tokens, kv, kv.num_kept, monotonic() + SETTLE_S)
         try:
-            self._thread.submit(partial(self._write_or_tell, kept))
+            self._thread.submit(partial(self._write_or_tell, waiting))
         except StorageError as error:
             self._tell(error)
 
@@ -78,32 +78,32 @@ class SequenceWriter:
         self._is_hurried.set()
         return self._thread.close(CLOSE_LIMIT_S)
 
-    def _write_or_tell(self, kept: _WaitingSequence) -> int:
+    def _write_or_tell(self, waiting: _WaitingSequence) -> int:
         """Write a sequence, or log why not; return the bytes written."""
-        self._is_hurried.wait(max(0.0, kept.due_s - monotonic()))
+        self._is_hurried.wait(max(0.0, waiting.due_s - monotonic()))
         try:
-            return self._write(kept)
+            return self._write(waiting)
         except _RangeGone:
             return 0
         except Exception as error:  # no fault of writing may fail a request
             self._tell(error)
             return 0
 
-    def _write(self, kept: _WaitingSequence) -> int:
-        files, tokens = self._files, kept.tokens
-        snapshots = self._kv_cache.kept_snapshots(kept.kv, kept.num_kept)
-        firsts = self._kv_cache.kept_firsts(kept.kv, kept.num_kept)
+    def _write(self, waiting: _WaitingSequence) -> int:
+        files, tokens = self._files, waiting.tokens
+        snapshots = self._kv_cache.kept_snapshots(waiting.kv, waiting.num_kept)
+        firsts = self._kv_cache.kept_firsts(waiting.kv, waiting.num_kept)
         if snapshots is None or firsts is None:
             raise _RangeGone
-        stored = {entry.name: head for entry, head in files.of_model(kept.model)}
+        stored = {entry.name: head for entry, head in files.of_model(waiting.model)}
         num_shared = {name: num_common(head.tokens, tokens) for name, head in stored.items()}
         for name, head in stored.items():
             is_cut = self._layout.cut(head, len(tokens), 1) == len(tokens)
             if num_shared[name] == len(tokens) and is_cut and {*snapshots} <= {*head.snapshots}:
                 files.folder.touch(name)  # all of it is there
-                self._note_stored(name, kept)
+                self._note_stored(name, waiting)
                 return 0
-        new_name = file_name(kept.model, tokens)
+        new_name = file_name(waiting.model, tokens)
         superseded = [
             name
             for name, head in stored.items()
@@ -118,31 +118,31 @@ class SequenceWriter:
                 f"{format_size(files.most_bytes)}"
             )
         files.make_room(num_bytes, superseded)
-        of_model = kept.model, self._model_name
+        of_model = waiting.model, self._model_name
         head = FileHead.of(*of_model, tokens, snapshots, files.key, firsts)
         with files.folder.writing(new_name) as descriptor:
             _write_all(descriptor, head.stored)
-            for chunk in self._chunks(kept, head):
+            for chunk in self._chunks(waiting, head):
                 _write_all(descriptor, chunk.data)
         for old in superseded:
             files.folder.remove(old)
-        self._note_stored(new_name, kept)
+        self._note_stored(new_name, waiting)
         return num_bytes
 
-    def _note_stored(self, name: str, kept: _WaitingSequence) -> None:
+    def _note_stored(self, name: str, waiting: _WaitingSequence) -> None:
         """Mark a range as completely stored, and unmark ranges whose files are gone."""
-        names = {entry.name for entry, _ in self._files.of_model(kept.model)}
+        names = {entry.name for entry, _ in self._files.of_model(waiting.model)}
         for gone in self._stored.keys() - names:
             kv = self._stored.pop(gone)
             if kv not in self._stored.values():  # another file has what it became
                 kv.num_stored = 0
-        self._stored[name] = kept.kv
-        kept.kv.num_stored = kept.num_kept
+        self._stored[name] = waiting.kv
+        waiting.kv.num_stored = waiting.num_kept
 
-    def _chunks(self, kept: _WaitingSequence, head: FileHead) -> Iterator[NDArray[np.uint8]]:
+    def _chunks(self, waiting: _WaitingSequence, head: FileHead) -> Iterator[NDArray[np.uint8]]:
         """Yield the chunks in stored form, each valid until the next. Raise _RangeGone."""
         layout, cache = self._layout, self._kv_cache
-        held = kept.kv, kept.num_kept
+        held = waiting.kv, waiting.num_kept
         buffer = np.empty(layout.most_stored_bytes, np.uint8)
         for chunk in layout.all_chunks(head):
             stored = buffer[: chunk.stored_bytes]

@@ -221,15 +221,17 @@ def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> l
     return [ordinary[i] for i in random.integers(len(ordinary), size=num_tokens)]
 
 
-def _cases(model: str | Path, options: Mapping[str, Any], inexact: float) -> Iterator[_Case]:
-    """Yield every device with every budget. inexact: the tolerance of inexact devices.
+def _cases(
+    model: str | Path, options: Mapping[str, Any], inexact_tolerance: float
+) -> Iterator[_Case]:
+    """Yield every device with every budget.
 
     The least device budget has half of the experts on disk; without experts it is the only one.
     """
     for device in _devices(str(options.get("device", "auto"))):
         whole = _on_device(options, device)
         plan = plan_model(model, **whole)
-        tolerance = inexact if device in INEXACT_DEVICES else 0.0
+        tolerance = inexact_tolerance if device in INEXACT_DEVICES else 0.0
         for share in SHARES if plan.num_experts else SHARES[:1]:
             yield _Case(device, {**whole, **_budgets(plan, share)}, tolerance)
 

@@ -116,13 +116,13 @@ class _Reader:
         self._last = re.compile(rf"{_BLANKS},?{_BLANKS}{last}")
         quotes = "|".join(map(re.escape, spelling.quotes))
         self._opening = re.compile(rf"({spelling.prefix})({quotes})")
-        self._expected: dict[str, _ToolKeys] = {}  # by tool; "" is any unknown one
+        self._keys_by_tool: dict[str, _ToolKeys] = {}  # "" is any unknown one
 
-    def _expect(self, name: str) -> _ToolKeys:
-        """Return what a tool's schema lets its calls have; read once for all of them."""
+    def _keys_of(self, name: str) -> _ToolKeys:
+        """Return the keys of a tool's calls, by its schema; that is read once for all of them."""
         tool = self._tools.get(name)
         name = "" if tool is None else name
-        if name not in self._expected:
+        if name not in self._keys_by_tool:
             types = SchemaTypes({} if tool is None else tool.parameters)
             schemas = types.parameters()
             names = [*schemas, *types.inner_names()]
@@ -132,14 +132,14 @@ class _Reader:
             if any(each[:1].isspace() for each in names):  # then blanks may be a name's
                 known = f"(?=(?:{'|'.join(map(re.escape, names))}){value})"
                 first, following = f"{known}|", f"{self._spelling.gap}{known}|"
-            self._expected[name] = _ToolKeys(
+            self._keys_by_tool[name] = _ToolKeys(
                 types,
                 schemas,
                 re.compile(key),
                 re.compile(rf"(?:{first}{_BLANKS})({key}){value}"),
                 re.compile(rf"{_BLANKS},(?:{following}{_BLANKS})({key}){value}"),
             )
-        return self._expected[name]
+        return self._keys_by_tool[name]
 
     def calls(self) -> list[Call]:
         """Return all calls of the text."""
@@ -187,7 +187,7 @@ class _Reader:
 
     def _arguments(self, tool: str) -> dict[str, object]:
         """Take the arguments of a tool's call and its closing bracket."""
-        types, schemas, self._key, self._first_key, self._next_key = self._expect(tool)
+        types, schemas, self._key, self._first_key, self._next_key = self._keys_of(tool)
         is_known = self._is_known and schemas and not types.takes_others()
         values: dict[str, object] = {}
         found = self._first_key.match(self._text, self._place)

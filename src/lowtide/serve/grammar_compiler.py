@@ -34,7 +34,7 @@ MAX_CPU_S = 2.0
 """Processor time for compiling one grammar and its first mask."""
 
 MAX_WALL_S = 10.0
-MAX_TURN_S = 60.0
+MAX_WAIT_S = 60.0
 """Total time that a request waits for other requests' grammars to compile or be freed."""
 
 POLL_S = 0.5
@@ -150,7 +150,7 @@ class GrammarCompiler:
         cannot be started.
         """
         digest, is_gone = _digest(text), is_gone or threading.Event()
-        end_s = time.monotonic() + MAX_TURN_S
+        end_s = time.monotonic() + MAX_WAIT_S
         for lane in LANES:
             if found := self._found(digest):
                 return found
@@ -254,12 +254,12 @@ class _FairLock:
     """A lock that serves threads first come, first served."""
 
     def __init__(self) -> None:
-        self._waiting: deque[object] = deque()  # the first has the turn
+        self._waiting: deque[object] = deque()  # the first has the lock
         self._change = threading.Condition()
 
     @contextmanager
     def taken(self, end_s: float, is_gone: threading.Event) -> Iterator[None]:
-        """Hold the turn. Raises QueueFull once `end_s` has passed or `is_gone` is set."""
+        """Hold the lock. Raises QueueFull once `end_s` has passed or `is_gone` is set."""
         mine = object()
         with self._change:
             self._waiting.append(mine)
@@ -269,10 +269,10 @@ class _FairLock:
                     self._change.wait(POLL_S)
                     if is_gone.is_set() or time.monotonic() > end_s:
                         break
-                has_turn = self._waiting[0] is mine
+                has_lock = self._waiting[0] is mine
             if is_gone.is_set():
                 raise QueueFull("The client that asked for this form is gone.", 10)
-            if not has_turn:
+            if not has_lock:
                 raise QueueFull(
                     "Forms of other requests are being compiled. Ask again in 10 s.", 10
                 )

@@ -116,21 +116,21 @@ class _LineFacts:
     refused: tuple[str, str | None] | None = None  # a code, and the place of a field
 
 
-_LINE_FACTS: ContextVar[_LineFacts | None] = ContextVar("noted", default=None)
+_LINE_FACTS: ContextVar[_LineFacts | None] = ContextVar("line_facts", default=None)
 
 
 def note_served(served: Served) -> None:
     """Add a finished answer to the current request's log line."""
-    noted = _LINE_FACTS.get()
-    if noted is not None:
-        noted.served.append(served)
+    line_facts = _LINE_FACTS.get()
+    if line_facts is not None:
+        line_facts.served.append(served)
 
 
 def note_refusal(code: str, param: str | None) -> None:
     """Add a refusal, and the field at fault, to the current request's log line."""
-    noted = _LINE_FACTS.get()
-    if noted is not None:
-        noted.refused = code, param
+    line_facts = _LINE_FACTS.get()
+    if line_facts is not None:
+        line_facts.refused = code, param
 
 
 class RequestLog:
@@ -143,8 +143,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        noted, status = _LineFacts(), 0
-        token = _LINE_FACTS.set(noted)
+        line_facts, status = _LineFacts(), 0
+        token = _LINE_FACTS.set(line_facts)
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -156,20 +156,20 @@ class RequestLog:
             await self._app(scope, receive, watched)
         finally:
             _LINE_FACTS.reset(token)
-            _write(f"{scope['method']} {shown(scope['path'])}", status, noted)
+            _write(f"{scope['method']} {shown(scope['path'])}", status, line_facts)
 
 
-def _write(asked: str, status: int, noted: _LineFacts) -> None:
-    if status >= 400 or noted.refused is not None:
-        code, param = noted.refused or ("", None)
+def _write(asked: str, status: int, line_facts: _LineFacts) -> None:
+    if status >= 400 or line_facts.refused is not None:
+        code, param = line_facts.refused or ("", None)
         place = "" if param is None else f" at {shown(param)}"
         kind = f"Refused requests ({status} {code})" if code else f"Refused requests ({status})"
         if LIMIT.allows(kind):
             _log.warning("%s %d%s%s", asked, status, f": {code}" if code else "", place)
-    elif not noted.served:
+    elif not line_facts.served:
         _log.info("%s %s", asked, status or "left")
     else:
-        _log.info("%s %s: %s", asked, status or "left", tokens_of(noted.served))
+        _log.info("%s %s: %s", asked, status or "left", tokens_of(line_facts.served))
 
 
 def tokens_of(served: list[Served]) -> str:
