@@ -12,6 +12,7 @@ from lowtide.engine.running.loop import EngineLoop
 from lowtide.engine.running.worker import Worker
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.states import StateStore
+from lowtide.memory.windows import Window
 
 
 def loop_of(llm: LLM | AsyncLLM) -> EngineLoop:
@@ -36,3 +37,8 @@ def states_of(cache: KVCache) -> StateStore:
     """The owner of the slots with sequences' states, of a cache that has any."""
     assert cache._states is not None
     return cache._states
+
+
+def windows_of(cache: KVCache) -> list[list[Window]]:
+    """The windows in each of a cache's stores, ascending by start."""
+    return [list(store._taken) for store in cache._windows]

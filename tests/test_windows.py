@@ -21,7 +21,7 @@ from family_models import random_ids, write_model
 from hash_model import WindowedHashModel, make_windowed_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import engine_of
+from inside import engine_of, windows_of
 from kind_decoders import causal_decoder
 from test_kept_sequences import SYSTEM, Case, check_ranges, make_request, run
 
@@ -321,16 +321,6 @@ def test_files_have_the_windows_alone(tmp_path: Path, windows: tuple[int, ...]) 
         assert file.stat().st_size < whole * (0.25 + windows.count(0)) / len(windows) + 150 * 4096
 
 
-def num_rooms(cache: KVCache) -> int:
-    """The number of short sequences for which an unused cache has room, in all its layers."""
-    taken = []
-    while cache.can_allocate(64):
-        taken.append(cache.allocate(64))
-    for each in taken:
-        cache.free(each)
-    return len(taken)
-
-
 class Drawn:
     """Conversations over one decoder, their answers beside those of a twin that keeps all."""
 
@@ -346,7 +336,6 @@ class Drawn:
         layers = [(2, 1, 1)] * len(self.windows)
         shape = KVShape.of(layers, num_tokens, self.windows, self.max_rows)
         self.caps = [of_window.cap for of_window in shape.windows]
-        self.num_rooms = num_rooms(self.cache)
         self.stored = None
         if rng.random() < 0.5:
             self.stored = stored_in(folder, self.cache, self.windows)
@@ -392,12 +381,13 @@ class Drawn:
             self.check()
 
     def check(self) -> None:
-        """No two are in each other's place, in any layer."""
+        """No two are in each other's place, in any store, and each has an owner."""
         check_ranges(self.cache)
-        for index, cap in enumerate(self.caps):
+        for index, (cap, stored) in enumerate(zip(self.caps, windows_of(self.cache), strict=True)):
             owned = [w for each in self.cache.taken for n, w in each.all_windows if n == index]
+            assert {*map(id, owned)} == {*map(id, stored)}
             assert all(window.num_written <= window.capacity for window in owned)
-            for one, next_one in pairwise(sorted(owned, key=lambda window: window.start)):
+            for one, next_one in pairwise(stored):
                 assert one.start + one.capacity <= next_one.start
             for each in self.cache.taken:
                 window = each.windows[index]
@@ -414,7 +404,7 @@ class Drawn:
         self.decoder.close()
         if self.stored is not None:
             self.stored.close()
-        assert not self.cache.taken and num_rooms(self.cache) == self.num_rooms
+        assert not self.cache.taken and not any(windows_of(self.cache))
 
 
 @examples(60)
