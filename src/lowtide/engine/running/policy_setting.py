@@ -105,27 +105,6 @@ def follow_trial(engine: Engine, num_rows: int, seconds: float) -> Engine:
     return _adopted(engine, replace(plan, policy=preset))
 
 
-def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
-    """Return the engine under the plan's policy, made from the engine's options."""
-    experts, options, planner = engine.experts, engine.options, engine.planner
-    if isinstance(experts, NoExperts):
-        return engine
-    calibration = find_calibration(engine.facts, options.asked.calibration)
-    host, device = experts.host, experts.device
-    shape, cores_per_expert = engine.model.config.moe_shape, engine.executor.cores_per_expert
-    compute_s = measure_compute(host.slots.layout, shape, engine.kernels, cores_per_expert)
-    choice = PolicyChoice.of(options, engine.plan.gpu is not None)
-    policies = make_engine_policies(choice, plan, calibration, compute_s, host, device)
-    if engine.moving is not None:
-        engine.moving.restore()
-    experts.adopt(policies, options.asked.report)
-    plan = with_sizes(plan, choice, experts)
-    if engine.pass_plans is not None and planner.pass_planner is not None:
-        engine.pass_plans.planner = planner.pass_planner
-    set_early_gate(experts, engine.model.routers, calibration, engine.kv_cache.dtype)
-    return replace(engine, plan=plan)
-
-
 class PolicyChoice(NamedTuple):
     """A policy and its options, as requested."""
 
@@ -140,16 +119,6 @@ class PolicyChoice(NamedTuple):
         is_compiled = (options.changes_words or has_device) and asked.kernels != "reference"
         twins = compiled_buddies() if is_compiled else None
         return cls(asked.policy, asked.policy_options, asked.seed or 0, twins)
-
-
-def _check_workspace(planner: Planner, plan: MemoryPlan, policy: str) -> None:
-    """Raise PlanError if a policy needs a larger workspace than was planned."""
-    needed_bytes, planned_bytes = planner.workspace_bytes()[0], plan.fast_tier.workspace_bytes
-    if needed_bytes > planned_bytes:
-        raise PlanError(
-            f"Policy {policy!r} needs a workspace of {needed_bytes} bytes for the "
-            f"routing that it asks for, and {planned_bytes} are planned; open the model with it."
-        )
 
 
 def policy_inputs(
@@ -240,13 +209,6 @@ def with_sizes(plan: MemoryPlan, choice: PolicyChoice, experts: ExpertRuntime) -
     return replace(plan, policy_sizes=told)
 
 
-def _solved(choice: PolicyChoice, plan: MemoryPlan, inputs: PolicyInputs) -> str:
-    """Return the interval that `tau=paper` has come to, if the plan's policy has one."""
-    tau = parse_options(choice.policy, choice.options).get(TAU.name)
-    is_used = tau is SolvedTau.PAPER and TAU.name in options_of(plan.policy)
-    return f"tau {TAU.of(inputs)} by the paper" if is_used else ""
-
-
 def set_early_gate(
     experts: ExpertRuntime | NoExperts,
     routers: Sequence[Router],
@@ -265,6 +227,44 @@ def set_early_gate(
         residual = torch.tensor(calibration.residual, dtype=dtype, device=torch_device)
     routes = [_route(router) for router in routers]
     experts.device.early_gate = EarlyGate(gate, routes, residual, experts.host.ledger.num_experts)
+
+
+def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
+    """Return the engine under the plan's policy, made from the engine's options."""
+    experts, options, planner = engine.experts, engine.options, engine.planner
+    if isinstance(experts, NoExperts):
+        return engine
+    calibration = find_calibration(engine.facts, options.asked.calibration)
+    host, device = experts.host, experts.device
+    shape, cores_per_expert = engine.model.config.moe_shape, engine.executor.cores_per_expert
+    compute_s = measure_compute(host.slots.layout, shape, engine.kernels, cores_per_expert)
+    choice = PolicyChoice.of(options, engine.plan.gpu is not None)
+    policies = make_engine_policies(choice, plan, calibration, compute_s, host, device)
+    if engine.moving is not None:
+        engine.moving.restore()
+    experts.adopt(policies, options.asked.report)
+    plan = with_sizes(plan, choice, experts)
+    if engine.pass_plans is not None and planner.pass_planner is not None:
+        engine.pass_plans.planner = planner.pass_planner
+    set_early_gate(experts, engine.model.routers, calibration, engine.kv_cache.dtype)
+    return replace(engine, plan=plan)
+
+
+def _check_workspace(planner: Planner, plan: MemoryPlan, policy: str) -> None:
+    """Raise PlanError if a policy needs a larger workspace than was planned."""
+    needed_bytes, planned_bytes = planner.workspace_bytes()[0], plan.fast_tier.workspace_bytes
+    if needed_bytes > planned_bytes:
+        raise PlanError(
+            f"Policy {policy!r} needs a workspace of {needed_bytes} bytes for the "
+            f"routing that it asks for, and {planned_bytes} are planned; open the model with it."
+        )
+
+
+def _solved(choice: PolicyChoice, plan: MemoryPlan, inputs: PolicyInputs) -> str:
+    """Return the interval that `tau=paper` has come to, if the plan's policy has one."""
+    tau = parse_options(choice.policy, choice.options).get(TAU.name)
+    is_used = tau is SolvedTau.PAPER and TAU.name in options_of(plan.policy)
+    return f"tau {TAU.of(inputs)} by the paper" if is_used else ""
 
 
 def _route(router: Router) -> Route:

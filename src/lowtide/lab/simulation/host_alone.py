@@ -56,7 +56,10 @@ def compare_alone(
 
 
 class HostReplay:
-    """A replay on the host alone: its residents, advanced layer by layer."""
+    """A replay on the host alone: its residents, advanced layer by layer.
+
+    is_resident [layers, experts]: after the last layer that was replayed.
+    """
 
     def __init__(self, preset: str, inputs: PolicyInputs, ahead: AheadSlots = NONE_AHEAD) -> None:
         self.report = Report(preset, expert_bytes=inputs.costs.expert_bytes)
