@@ -23,6 +23,7 @@ from typing import Any
 from common.arguments import make_parser, run_script
 from common.buddies import BUDDYMOE, Lane, Scale, calibrated, load_profile, redundancy
 from common.ceilings import Disk, memory_ceiling
+from common.inside import engine_of
 from common.models import cache_folder
 from common.record import Recorder, Row, say
 
@@ -67,7 +68,7 @@ class Watch:
     def __init__(self, llm: LLM) -> None:
         self.num_layers = self.num_asked = 0
         self.layers_s = self.asked_s = 0.0
-        self._runtime: Any = llm._engine.experts
+        self._runtime: Any = engine_of(llm).experts
 
     @contextmanager
     def on(self) -> Iterator[None]:

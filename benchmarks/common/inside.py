@@ -22,9 +22,10 @@ def engine_of(llm: LLM) -> Engine:
 
 
 def run_between_passes(llm: LLM, work: Callable[[Engine], T]) -> T:
-    """Return what `work` does with the engine on the model's thread."""
+    """Run `work` on the model's thread and return its result."""
     return llm._loop.run(work)
 
 
 def states_of(cache: KVCache) -> StateStore | None:
+    """Return the owner of the slots with sequences' states; None if the model has none."""
     return cache._states
