@@ -488,6 +488,24 @@ def test_links_pipes_and_folders_are_no_files(tmp_path: Path) -> None:
     folder.close()
 
 
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [(errno.ENOSPC, "make room on its disk"), (errno.EACCES, "name a folder that you can write")],
+)
+def test_a_key_that_cannot_be_made_is_told_with_a_way_out(
+    number: int, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = OwnFolder(tmp_path / "keys")
+
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(folder, "writing", failing)
+    with pytest.raises(StorageError, match=f"{os.strerror(number)}; {way_out}"):
+        own_secret(folder, "key")
+    folder.close()
+
+
 def test_a_key_is_drawn_once_and_only_its_user_can_read_it(tmp_path: Path) -> None:
     folder = OwnFolder(tmp_path / "keys")
     key = own_secret(folder, "key")
@@ -504,7 +522,7 @@ def test_a_key_is_drawn_once_and_only_its_user_can_read_it(tmp_path: Path) -> No
             own_secret(folder, "key")
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="cannot be used"):
+    with pytest.raises(StorageError, match="cannot be used.*; remove it"):
         own_secret(folder, "key")
     path.unlink()
     assert own_secret(folder, "key") != key

@@ -140,14 +140,20 @@ def own_secret(folder: OwnFolder, name: str) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as error:
-        told = f"The key {path} cannot be used: {error.strerror}"
-        way_out = "make room on its disk, or remove it, and another is drawn"
-        raise StorageError(f"{told}; {way_out}.") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            way_out = "make room on its disk"
+        elif os.path.lexists(path):
+            way_out = "remove it, and a new one is made"
+        else:
+            way_out = "name a folder that you can write to"
+        raise StorageError(
+            f"The key {path} cannot be used: {error.strerror}; {way_out}."
+        ) from error
     if len(secret) != SECRET_BYTES or mode & _OTHERS:
         raise StorageError(
             f"{path} is no key of {SECRET_BYTES} bytes that this user alone can read (mode "
-            f"{stat.S_IMODE(mode):04o}): remove it, and another is drawn. What was stored under "
-            "it is not believed then."
+            f"{stat.S_IMODE(mode):04o}): remove it, and a new one is made. What was stored "
+            "under the old one is not used then."
         )
     return secret
 
