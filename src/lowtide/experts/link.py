@@ -79,9 +79,8 @@ class Link:
         self._whole_use: list[Event | None] = [None] * ledger.num_layers
         self._coming: dict[tuple[int, int], Arrival] = {}
         self._ahead: deque[_WaitingExpert] = deque()
-        self._moves: dict[
-            tuple[int, int], _WaitingExpert
-        ] = {}  # by layer and expert, in their order
+        # By layer and expert, in their order.
+        self._moves: dict[tuple[int, int], _WaitingExpert] = {}
         self._under_way: int | None = None  # the layer whose residents may still be run
         self._waits = np.zeros((ledger.num_layers, ledger.num_experts), bool)  # experts in `_moves`
         self._owed: dict[int, list[_WaitingExpert]] = {}  # by layer: moves that this pass ends with

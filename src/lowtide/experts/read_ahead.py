@@ -110,7 +110,7 @@ class LateReads:
 
     @property
     def experts(self) -> list[tuple[int, int]]:
-        """List the expected experts, each behind its layer, with a running read or without."""
+        """List the expected experts as (layer, expert), with a running read or without."""
         running = [(layer, read.expert) for layer, reads in self._pending.items() for read in reads]
         return [*self._waiting, *running]
 

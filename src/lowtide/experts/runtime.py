@@ -223,7 +223,7 @@ class ExpertRuntime:
 
     @property
     def is_watched(self) -> bool:
-        """True while demands are counted for somebody."""
+        """Return True while a `watched` context counts demands."""
         return bool(self._watches)
 
     @contextmanager

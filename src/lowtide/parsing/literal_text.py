@@ -267,7 +267,7 @@ class _Reader:
         return values
 
     def _inner_key(self) -> re.Match[str] | None:
-        """Find a bare name of an object's member, which Python's have not."""
+        """Find the bare name of a member in Gemma's objects; Python's are quoted."""
         return self._first_key.match(self._text, self._place) if self._spelling is _GEMMA else None
 
     def _bare(self) -> object:

@@ -9,7 +9,8 @@
 //   word takes one nibble of them, at any bit (vpmultishiftqb): an index of words. vpermw, the only
 //   shuffle, ignores bits above 4. MXFP4's index is in bits 1 to 4; bit 0 is set, so it is of an
 //   upper word.
-// - No blocks are left at a row's end: they go one at a time.
+// - A row may have any number of blocks. They are multiplied one at a time, and up to AT_ONCE of
+//   them share a request for lines ahead.
 
 #pragma once
 
