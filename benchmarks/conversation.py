@@ -5,8 +5,9 @@ answer's first token, or of a diffusion model to its first draft. Beside each, i
 and in turn, the pass that it takes is run bare: its new rows over a copy of the conversation's
 keys, and the logits of the rows that are read. The ratio's floor is 1, and 1.10 is wanted.
 
-Then prompts that nothing is taken over of, in an engine that keeps and one that does not, in turn:
-what keeping costs a conversation that is not continued, of which at most 1% is wanted.
+Then prompts that nothing is taken over of, in an engine that keeps and one that does not, in turn,
+both loaded at once: what keeping costs a conversation that is not continued, of which at most 1% is
+wanted. `keeping_cost_budget_bytes` is the budget of the two together.
 
 With `--restarts` also the first turn of engines that find the conversation in files: over reading
 as many bytes at the disk's ceiling and the turn after it, whose keys are in place. The floor is 1,
@@ -64,6 +65,7 @@ def main() -> None:
         }
     cost = _keeping_cost(folder, {**chosen, "host_memory": budget}, options)
     values |= {"keeping_cost": cost, "wanted_keeping_cost": 0.01}
+    values["keeping_cost_budget_bytes"] = 2 * budget
     if options.restarts:
         chosen["host_memory"] = budget
         values |= _after_restarts(folder, chosen, options.behind, options.restarts)
@@ -108,7 +110,10 @@ def _after_restarts(
 
 
 def _keeping_cost(folder: Path, chosen: dict[str, Any], options: argparse.Namespace) -> float:
-    """Share of the time without keeping that answers to new prompts take more with it."""
+    """Measure how much longer answers to new prompts take with keeping, as a share of without.
+
+    Both engines are loaded at once, with the chosen budget each.
+    """
     seconds: dict[str, list[float]] = {"on": [], "off": []}
     num_prompt = min(options.behind, 512)
     with LLM(folder, cache="on", **chosen) as keeps, LLM(folder, cache="off", **chosen) as forgets:
