@@ -144,7 +144,7 @@ class ExpertRuntime:
         """Begin a pass; on the host alone, policies rank the experts that may become resident."""
         self._step = step
         self._hits.fill(0)
-        self._is_sampled = self.is_watched and perf_counter() >= self._sample_due_s
+        self._is_sampled = bool(self._watches) and perf_counter() >= self._sample_due_s
         if self.device is None:
             num_residents = self.host.ledger.residents.sum(axis=1)
             ranks = self.policies.begin_pass(step, num_residents, self.capacity.per_layer)
