@@ -29,16 +29,19 @@ _GIGA = 1e9
 class Disk:
     """The disk that holds a model: its read ceiling, measured again and again."""
 
-    def __init__(self, folder: Path, read_bytes: int, total_bytes: int) -> None:
-        """Reads of `read_bytes`; `total_bytes` in each measurement, random and sequential."""
-        self._folder = folder
-        self._files = sorted(folder.glob("*.safetensors"))
+    def __init__(self, model: Path, read_bytes: int, total_bytes: int) -> None:
+        """Reads of `read_bytes`; `total_bytes` in each measurement, random and sequential.
+
+        model: a folder of safetensors files, or a GGUF file.
+        """
+        self._model = model
+        self._files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
         self._read_bytes = read_bytes
         self._total_bytes = total_bytes
 
     def measure(self) -> dict[str, float]:
         """See `read_ceiling`. The model's pages in the page cache are dropped first."""
-        drop_pages([self._folder])
+        drop_pages([self._model])
         return read_ceiling(self._files, self._read_bytes, self._total_bytes)
 
 

@@ -190,19 +190,20 @@ def beside_llama_cpp(results: Results, page: Path) -> str:
     """Compare one request in llama.cpp's types with llama.cpp itself, as an item of a list."""
     run = results.newest("ar_decode", with_lines_of=_TYPES)
     lanes = {what: _decoding(run.of(what)) for what in _TYPES}
-    exact = [of["llama.cpp"].median / of["lowtide"].median for of in lanes.values()]
-    over = [f"{ratio(of['lowtide, int8'], of['llama.cpp'])} ({what})" for what, of in lanes.items()]
-    ties = [what for what, of in lanes.items() if is_tie(of["lowtide"], of["llama.cpp"])]
-    tie = f" (a tie in {', '.join(ties)})" if ties else ""
+    exact, int8 = (_over_llama_cpp(lanes, lane) for lane in ("lowtide", "lowtide, int8"))
     return (
-        "- Where a GGUF file of 4 or 8 bits fits into memory, llama.cpp decodes one request "
-        f"{min(exact):.2f} to {max(exact):.2f} times as fast as lowtide with exact products "
-        f"(`--activations own`){tie}; with `--activations int8`, which rounds rows as llama.cpp "
-        "does (with types of four bits and fewer lowtide does so by default), lowtide is "
-        f"{', '.join(over)} times as fast "
+        "- Where a GGUF file of 4 or 8 bits fits into memory, lowtide decodes one request "
+        f"{exact} times as fast as llama.cpp with exact products (`--activations own`), and {int8} "
+        "times as fast with `--activations int8`, which rounds rows as llama.cpp does (with types "
+        "of four bits and fewer lowtide does so by default) "
         f"(lines {links([line for what in _TYPES for line in run.of(what)], page)}, "
         "[measured](#measured))."
     )
+
+
+def _over_llama_cpp(lanes: Mapping[str, Mapping[str, Spread]], lane: str) -> str:
+    """List a lane's speed over llama.cpp's, by type."""
+    return ", ".join(f"{ratio(of[lane], of['llama.cpp'])} ({what})" for what, of in lanes.items())
 
 
 def _decoding(lines: Sequence[Line]) -> dict[str, Spread]:
