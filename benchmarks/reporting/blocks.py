@@ -187,12 +187,12 @@ def ar_decode(results: Results, page: Path) -> str:
 
 
 def beside_llama_cpp(results: Results, page: Path) -> str:
-    """Compare one request in llama.cpp's types with llama.cpp itself, as an item of a list."""
+    """Compare one request in llama.cpp's types with llama.cpp itself, in a sentence."""
     run = results.newest("ar_decode", with_lines_of=_TYPES)
     lanes = {what: _decoding(run.of(what)) for what in _TYPES}
     exact, int8 = (_over_llama_cpp(lanes, lane) for lane in ("lowtide", "lowtide, int8"))
     return (
-        "- Where a GGUF file of 4 or 8 bits fits into memory, lowtide decodes one request "
+        "Where a GGUF file of 4 or 8 bits fits into memory, lowtide decodes one request "
         f"{exact} times as fast as llama.cpp with exact products (`--activations own`), and {int8} "
         "times as fast with `--activations int8`, which rounds rows as llama.cpp does (with types "
         "of four bits and fewer lowtide does so by default) "
