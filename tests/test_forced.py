@@ -167,7 +167,7 @@ def test_what_cannot_be_read_is_refused_and_the_model_goes_on(tmp_path: Path) ->
     with LLM(synth("qwen3_moe", "tiny", tmp_path / "model"), context=64) as llm:
         for text, said in (
             (ForcedText(ids, 20, masks(40, 20, 1.0)), "Masks"),
-            (ForcedText(ids, 39), "and 2 behind"),
+            (ForcedText(ids, 39), "and 2 after"),
         ):
             with pytest.raises(UsageError, match=said):
                 read(llm, text)

@@ -208,7 +208,7 @@ def test_a_text_goes_on_behind_another(name: str, data: st.DataObject) -> None:
     )
     behind = tokenizer.encode(before, add_special=False)
     stream = tokenizer.stream()
-    stream.begin_behind(behind)
+    stream.begin_after(behind)
     places = [0, *sorted(cuts), len(ids)]
     parts = [stream.push(ids[a:b]) for a, b in pairwise(places)] + [stream.finish()]
     first, whole = tokenizer.decode(behind), tokenizer.decode([*behind, *ids])
@@ -220,7 +220,7 @@ def test_a_first_word_keeps_its_space_behind_others() -> None:
     word, *others = (tokenizer.token_id(name) or 0 for name in (f"{SPACE}a", "b", SPECIAL))
     for before, expected in (([], "a"), (others[:1], " a"), (others[1:], "a")):
         stream = tokenizer.stream()
-        stream.begin_behind(before)
+        stream.begin_after(before)
         assert stream.push([word]) == expected
 
 

@@ -153,7 +153,7 @@ def test_a_window_slides_and_its_sequence_is_cut_where_it_still_is(is_paged: boo
     check_seen(cache, other, oldest + 64)
     check_seen(cache, kv, at)
     cache.keep(kv, at)
-    with pytest.raises(InternalError, match="cannot be cut behind 300 tokens"):
+    with pytest.raises(InternalError, match="cannot be cut after 300 tokens"):
         cache.resume(kv, 300, 700)
     assert cache.is_kept(kv)
     cache.free(other)

@@ -22,7 +22,7 @@ class LayerRules(NamedTuple):
     """BuddyMoE's rules in one layer, constant over passes."""
 
     layer: int
-    lists: NDArray[np.int32]  # [num_experts, length] buddies, best first; -1 behind the last
+    lists: NDArray[np.int32]  # [num_experts, length] buddies, best first; -1 after the last
     rho: int  # substitutions per token, at most
     exact_kinds: int  # bits: rows of these `RowKind`s run what their router chose
     # Gates; a token or layer at the threshold keeps its experts.

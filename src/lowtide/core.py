@@ -95,7 +95,7 @@ class CacheMode(enum.Enum):
 
     EXACT = "exact"  # only those that recomputing would reproduce exactly
     PREFIX = "prefix"  # those of everything before the block
-    DUAL = "dual"  # those of everything before and behind it
+    DUAL = "dual"  # those of everything before and after it
 
 
 class Reuse(enum.Enum):

@@ -146,7 +146,7 @@ class ShortConvSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec:
-    """A gated delta-net: a matrix for each value head, behind a short convolution."""
+    """A gated delta-net: a matrix for each value head, after a short convolution."""
 
     rope: ClassVar[None] = None
     cache_shape: ClassVar[None] = None
@@ -217,7 +217,7 @@ class ExpertSpec:
     num_experts_per_token: int
     expert_size: int  # width of one
     norm_topk_prob: bool  # the weights of the chosen add up to one
-    first_layer: int = 0  # the first that has experts, where those behind it all have them
+    first_layer: int = 0  # the first that has experts, where those after it all have them
     shared_size: int = 0  # width of the one MLP that all shared experts form; 0 = none
     num_groups: int = 1  # 1 = no group limit
     num_groups_per_token: int = 1

@@ -230,7 +230,7 @@ class BatchDecoder(Generic[S, C]):
         )
 
     def _tell_layer(self, entry: Scheduled[S], share: float) -> None:
-        """Report the share of its layers that a pass over several chunks has behind it."""
+        """Report the share of its layers that a pass over several chunks has been through."""
         self.heed()
         request, num_done = entry.sequence.request, int(share * entry.length)
         if 0 < num_done < entry.length:
@@ -362,7 +362,7 @@ class BatchDecoder(Generic[S, C]):
     def _settle(self, entries: Sequence[Scheduled[S]], choices: Sequence[C | None]) -> list[Event]:
         """Advance the sequences of a pass and free the finished ones.
 
-        A sequence that wrote moves behind all others. A prompt in progress keeps its place, so that
+        A sequence that wrote moves to the end. A prompt in progress keeps its place, so that
         prompts finish one after another.
         """
         if len(entries) == 1 and entries[0].is_final:

@@ -47,7 +47,7 @@ class ForcedText:
         if self.num_context < 1 or num_tokens < num_least:
             raise UsageError(
                 f"A text of {num_tokens} tokens, {self.num_context} of them a prompt: it takes at "
-                f"least 1 of a prompt and {num_least - self.num_context} behind it."
+                f"least 1 of a prompt and {num_least - self.num_context} after it."
             )
         if bool(self.masks) == writes_in_order:
             raise UsageError("Masks are for diffusion models, which need at least one.")

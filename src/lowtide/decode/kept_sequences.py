@@ -212,7 +212,7 @@ class KeptSequences:
 
         A next turn begins before what its template adds for an answer, and another answer there or,
         where that was not known or is long, before the prompt's last token. Where the prompt leaves
-        an earlier one, a third may leave both, as behind a system prompt.
+        an earlier one, a third may leave both, as after a shared system prompt.
         """
         if self._reuse is Reuse.OFF or self._kv_cache.cuts_anywhere:
             return
@@ -244,7 +244,7 @@ class KeptSequences:
     def expect_copies(self, sequence: Running, ends: Sequence[int]) -> tuple[int, ...]:
         """Have the next pass copy a sequence's states where they may be wanted in its midst.
 
-        ends: the positions behind each chunk of the pass. Returns the places, ascending, whether
+        ends: the positions after each chunk of the pass. Returns the places, ascending, whether
         there is room for copies or not: what a pass computes does not depend on that.
         """
         if self._reuse is Reuse.OFF or not self._kv_cache.has_states or sequence.kv.is_mixed:

@@ -38,7 +38,7 @@ class Scheduled(NamedTuple, Generic[S]):
     """Entry of a pass, one sequence's part: positions `first` to `stop`, in rows from `start` on.
 
     With guidance, a second copy of the same positions follows the first. chunk_ends: of a prompt in
-    several chunks, the position behind each. cuts: see `Segment`.
+    several chunks, the position after each. cuts: see `Segment`.
     """
 
     sequence: S

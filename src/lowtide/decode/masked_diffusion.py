@@ -235,7 +235,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         return [] if choice is None else sequence.denoised(choice)
 
     def forced(self, text: ForcedText, on_logits: OnLogits) -> MaskedDiffusion:
-        """Read the text behind its prompt as one block."""
+        """Read the text after its prompt as one block."""
         return _Forced(text, on_logits, self)
 
 

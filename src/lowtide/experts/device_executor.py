@@ -269,7 +269,7 @@ class DeviceExpertExecutor:
         return Moves(admit, evict)
 
     def _pump(self) -> float:
-        """Keep the link busy while waiting for the host, by one copy behind the running one."""
+        """Keep the link busy while waiting for the host, by queueing one copy ahead."""
         if not self._link.has_waiting:
             return WAIT_LIMIT_S
         self._link.pump(self._link.link_s)

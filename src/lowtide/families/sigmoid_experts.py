@@ -18,7 +18,7 @@ GGUF_NAMES: Names = {
 
 
 def read_sigmoid_experts(fields: Fields, first_layer: int = 0) -> ExpertSpec:
-    """Read the experts; first_layer: the first that has any, if all behind it do."""
+    """Read the experts; first_layer: the first that has any, if all after it do."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     each, count = keys.expert_size(fields), keys.num_experts(fields)

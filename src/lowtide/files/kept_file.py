@@ -8,7 +8,7 @@
 All are padded to BORDER_BYTES, where direct reads begin; so is each chunk. A chunk of tokens has
 consecutive ones, [layers, arrays, kv_heads, tokens, width], as in memory, of one group of layers
 after the other. Layers with a sliding window may have the last tokens alone, in chunks of their
-own; the head lists the first one of each such group. A snapshot is all states behind a number of
+own; the head lists the first one of each such group. A snapshot is all states after a number of
 tokens, in chunks of its own; the head lists these numbers. MACs are made with a key that is not in
 the file; a chunk's MAC includes its head's MAC and its number, so that chunks of other files or
 positions are rejected. Every size is checked before it is used.
@@ -247,7 +247,7 @@ class KeyLayout(NamedTuple):
 
 
 def seal(stored: NDArray[np.uint8], chunk: Chunk, head: FileHead, key: bytes) -> None:
-    """Write the MAC behind a chunk's content, and zeros behind it."""
+    """Write the MAC after a chunk's content, and zeros after it."""
     mac = head.chunk_mac(key, chunk.number, stored[: chunk.num_bytes])
     stored[chunk.num_bytes : chunk.num_bytes + MAC_BYTES] = np.frombuffer(mac, np.uint8)
     stored[chunk.num_bytes + MAC_BYTES :] = 0

@@ -634,7 +634,7 @@ def _unpacked(kernels: Kernels, matrix: Matrix, variant: int) -> array[int]:
 
 
 class _Slots(NamedTuple):
-    """Slots of gate, up and down, one behind the other."""
+    """Slots of gate, up and down, one after the other."""
 
     content: AlignedBytes
     types: array[int]

@@ -171,7 +171,7 @@ class ShortConvParts(NamedTuple):
 
 
 class DeltaParts(NamedTuple):
-    """Gated delta-net, with an RMS norm of each value head and its gate behind it.
+    """Gated delta-net, with an RMS norm of each value head and its gate after it.
 
     Where a product makes two things, it does so key head by key head (`DeltaProjections`).
     """
@@ -355,7 +355,7 @@ class PassFacts(NamedTuple):
     # sequence is in the cache, or would be if it were still there, and how many tokens the row
     # sees, its own the last. Unused by layers whose rows had their attention already.
     sequences: IntArray  # [sequences, 4]: the first row, the end of the rows, and the addresses of
-    # states before and behind them; none where no layer has states.
+    # states before and after them; none where no layer has states.
 
 
 class Status(IntEnum):

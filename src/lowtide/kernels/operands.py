@@ -109,7 +109,7 @@ class SlotPlaces(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """Weights of a gated delta-net behind its projections, in float32."""
+    """Weights of a gated delta-net after its projections, in float32."""
 
     spec: DeltaNetSpec
     conv: Tensor  # [channels, .., kernel]: queries', keys' and values' channels, oldest row first

@@ -54,7 +54,7 @@ class Heads(NamedTuple):
 
 
 class Prepare(Protocol):
-    """Fill `keys_queries`, `values`, `beta` and `log_decay`, and the tail behind the rows."""
+    """Fill `keys_queries`, `values`, `beta` and `log_decay`, and the tail after the rows."""
 
     def __call__(
         self,

@@ -141,7 +141,7 @@ def _load_words(
         block = (columns[None, None, :] * GROUPS + own_group) * 17
         scales = tl.load(base + block, mask=is_group, other=0)
         codes = (columns[None, :] * GROUPS + word // WORDS) * 17 + 1
-        # A word that lies in two aligned ones, or is one: behind the last of them a slot may end.
+        # A word that lies in two aligned ones, or is one: after the last of them a slot may end.
         places = elements(base, tl.uint32) + ((codes >> 2) + word % WORDS)
         low = tl.load(places, mask=is_word, other=0).to(tl.uint64)
         high = tl.load(places + ((codes & 3) != 0), mask=is_word, other=0).to(tl.uint64)

@@ -24,7 +24,7 @@ class Segment:
 
     Position p belongs to block `p // block_length`; a row sees every position of its own and of
     earlier blocks. `block_length` 1 is causal attention. Positions before `first_position` must be
-    in the KV cache already, or belong to a segment before it in the batch. Positions behind the
+    in the KV cache already, or belong to a segment before it in the batch. Positions after the
     last row that rows see must be in the cache.
     """
 
@@ -33,7 +33,7 @@ class Segment:
     first_position: int  # absolute position of row `start`
     block_length: int
     kv: KVRange
-    sees_to: int = 0  # end of the positions that a whole block sees, if behind its last row
+    sees_to: int = 0  # end of the positions that a whole block sees, if after its last row
     is_answer: bool = False  # causal, and each row's token follows those before it
     cuts: tuple[int, ...] = ()  # positions in its midst where states are copied, ascending
 
@@ -114,7 +114,7 @@ class Batch:
         return found
 
     def _inner_ends(self, segment: Segment) -> Sequence[int]:
-        """Return the positions behind all parts of a segment but the last."""
+        """Return the positions after all parts of a segment but the last."""
         if not self.chunk_ends:
             return segment.cuts
         of_chunks = (segment.first_position + end for end in self.chunk_ends[:-1])

@@ -3,7 +3,7 @@
 Where a layer's mixer is torch's, one call runs the rest of each layer. If a substitution or an
 observer acts between a layer's router and its experts, there are two calls, and the runtime runs
 the experts. All layers share one block of scratch, whose size follows from widths and rows alone,
-and buffers of their experts behind it; both are taken once for all passes over the same memory.
+and buffers of their experts after it; both are taken once for all passes over the same memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The RMS norm before and behind the parts of a layer."""
+"""The RMS norm before and after the parts of a layer."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ShortConv:
         x.add_(update)
 
     def _convolve(self, gated: Tensor, segments: Sequence[Segment]) -> None:
-        """Convolve gated inputs [rows, hidden] in place, and write the states behind them.
+        """Convolve gated inputs [rows, hidden] in place, and write the states after them.
 
         A row's sum is float32 and begins with its own product, then takes those before it.
         """
@@ -96,7 +96,7 @@ class ShortConv:
         )
         taps.copy_(self._kernel.t())
         sums.copy_(gated).mul_(taps[-1])
-        for segment in segments:  # one may go on from the state behind another
+        for segment in segments:  # one may go on from the state after another
             rows, part = slice(segment.start, segment.stop), self._part(gated, segment)
             for distance in range(1, num_taps):
                 part.look_back(distance, earlier[rows])
@@ -112,7 +112,7 @@ class ShortConv:
 
 
 class _SequencePart(NamedTuple):
-    """One sequence's rows of a pass, [rows, hidden], and its state before and behind them."""
+    """One sequence's rows of a pass, [rows, hidden], and its state before and after them."""
 
     rows: Tensor
     before: Tensor
@@ -126,7 +126,7 @@ class _SequencePart(NamedTuple):
         out[num_old:].copy_(self.rows[: len(out) - num_old])
 
     def end(self) -> None:
-        """Write the state behind the rows, which may be where the one before them is."""
+        """Write the state after the rows, which may be where the one before them is."""
         num_old = max(len(self.after) - len(self.rows), 0)
         num_new = len(self.after) - num_old
         for place in range(num_old):

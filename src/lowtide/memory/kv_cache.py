@@ -63,7 +63,7 @@ class KVRange(Span):
 
     @property
     def all_windows(self) -> Iterator[tuple[int, Window]]:
-        """Each window and copy of one, behind the number of its group."""
+        """Each window, or copy of one, with its group's number."""
         for windows in (self.windows, *self.copies):
             yield from enumerate(windows)
 
@@ -97,7 +97,7 @@ class KVCache(TokenSpans[KVRange]):
         """storage: one tensor of all layers, or one for each group of them.
 
         places: of the layers in these tensors; by default all of the first, in order.
-        pages: provides memory behind `storage`; by default it is all there.
+        pages: provides the memory of `storage`; by default all of it is there.
         max_range_tokens: limit of one range, by default the whole cache.
         rule: for `apply_rule`.
         states: of the layers that have any.
@@ -231,7 +231,7 @@ class KVCache(TokenSpans[KVRange]):
     def resume(self, kv_range: KVRange, num_tokens: int, capacity: int) -> None:
         """Give a kept range back to a sequence, with at least `capacity` tokens.
 
-        The first `num_tokens` tokens stay, in place if there is room behind them. Raises as
+        The first `num_tokens` tokens stay, in place if there is room after them. Raises as
         `allocate`; the range then stays kept.
         """
         if not self.can_allocate(capacity):
@@ -318,7 +318,7 @@ class KVCache(TokenSpans[KVRange]):
         return made
 
     def begin_at(self, kv_range: KVRange, num_tokens: int) -> None:
-        """Let a new range's windows begin where a sequence goes on behind `num_tokens` tokens."""
+        """Let a new range's windows begin where a sequence goes on after `num_tokens` tokens."""
         for store, window in zip(self._windows, kv_range.windows, strict=True):
             store.begin_at(window, num_tokens, kv_range.capacity)
 
@@ -382,7 +382,7 @@ class KVCache(TokenSpans[KVRange]):
     ) -> dict[int, NDArray[np.uint8]]:
         """Return host memory for a new range's states, by their tokens, to be filled before a pass.
 
-        They are those behind `num_tokens` tokens and, while there is room, earlier snapshots.
+        They are those after `num_tokens` tokens and, while there is room, earlier snapshots.
         """
         store, states = self._states, kv_range.states
         if store is None or states is None or states.before is None:
@@ -460,7 +460,7 @@ class KVCache(TokenSpans[KVRange]):
     ) -> KVRange:
         """Return the range that a pass uses for the first `num_tokens` tokens; rows: its rows.
 
-        States go on from those of the tokens before these rows. inner_ends: positions behind all
+        States go on from those of the tokens before these rows. inner_ends: positions after all
         parts of the pass but the last, where states may be copied.
         """
         self.prepare(kv_range, num_tokens)
@@ -484,7 +484,7 @@ class KVCache(TokenSpans[KVRange]):
     def states(self, layer: int, kv_range: KVRange) -> States:
         """Return a layer's states of a sequence's next segment in this pass, in place.
 
-        A layer asks once for each segment, in their order, and fills `after` behind its last row. A
+        A layer asks once for each segment, in their order, and fills `after` after its last row. A
         pass that does not come to its end (`end_pass`) leaves what it found.
         """
         if self._states is None:
@@ -500,7 +500,7 @@ class KVCache(TokenSpans[KVRange]):
     def claim_states(
         self, kv_range: KVRange, first: int, layers: Collection[int]
     ) -> tuple[int, int]:
-        """Return the addresses of the states before and behind a segment; 0 without any.
+        """Return the addresses of the states before and after a segment; 0 without any.
 
         first: its position. layers: those that will write theirs, as with `states`.
         """
@@ -516,7 +516,7 @@ class KVCache(TokenSpans[KVRange]):
                     self._states.end_pass(kv_range.states)
 
     def cut(self, kv_range: KVRange, num_tokens: int, unit: int = 1) -> int:
-        """Return the most tokens, at most `num_tokens`, behind which a range can be cut; or 0.
+        """Return the most tokens, at most `num_tokens`, after which a range can be cut; or 0.
 
         They are a multiple of `unit`.
         """
@@ -669,21 +669,21 @@ class KVCache(TokenSpans[KVRange]):
         return all(num_here <= free for num_here, free in zip(wanted, num_free, strict=True))
 
     def _covers(self, windows: Sequence[Window], num_tokens: int) -> bool:
-        """Return True if these windows have all that the row behind `num_tokens` tokens sees."""
+        """Return True if these windows have all that the row after `num_tokens` tokens sees."""
         return all(
             store.least_cut(window) <= num_tokens <= window.stop
             for store, window in zip(self._windows, windows, strict=False)
         )
 
     def _windows_at(self, num_tokens: int, pieces: Iterable[list[Window]]) -> list[Window]:
-        """Return those that have all that the row behind `num_tokens` tokens sees."""
+        """Return those that have all that the row after `num_tokens` tokens sees."""
         found = next((each for each in pieces if self._covers(each, num_tokens)), None)
         if found is None:
-            raise InternalError(f"A range cannot be cut behind {num_tokens} tokens.")
+            raise InternalError(f"A range cannot be cut after {num_tokens} tokens.")
         return found
 
     def _turn_back(self, kv_range: KVRange, num_tokens: int) -> None:
-        """Let the windows be those from which a range goes on behind `num_tokens` tokens.
+        """Let the windows be those from which a range goes on after `num_tokens` tokens.
 
         Copies of later ones are dropped.
         """
@@ -813,7 +813,7 @@ class KVCache(TokenSpans[KVRange]):
         return True
 
     def _resume_states(self, kv_range: KVRange, num_tokens: int) -> None:
-        """Let a kept range's states go on behind `num_tokens` tokens.
+        """Let a kept range's states go on after `num_tokens` tokens.
 
         Earlier snapshots stay; that one does if there is room for both.
         """

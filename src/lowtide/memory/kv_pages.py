@@ -1,4 +1,4 @@
-"""Shapes of a KV cache, and memory behind its tokens and behind states.
+"""Shapes of a KV cache, and the memory of its tokens and states.
 
 Every part of the cache (a layer's keys or values, of one head) has addresses for all tokens that
 there can ever be, so that growing adds memory at the end of each part, and nothing moves. Addresses
@@ -53,7 +53,7 @@ class WindowShape(NamedTuple):
     cap: int  # tokens that it keeps of one sequence
 
     def first_needed(self, num_tokens: int) -> int:
-        """Return the first position to keep so that a sequence can go on behind `num_tokens`.
+        """Return the first position to keep so that a sequence can go on after `num_tokens`.
 
         It is a whole granule, at or before the first position that the next row sees.
         """
@@ -215,7 +215,7 @@ def longest(shape: KVShape, dtype: torch.dtype, num_bytes: int, group_bytes: int
 
 
 class KVPages:
-    """Memory behind tokens of all parts at once. `storage` has the tensors of the layouts."""
+    """Memory of the tokens of all parts at once. `storage` has the tensors of the layouts."""
 
     def __init__(
         self,

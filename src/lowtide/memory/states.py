@@ -1,6 +1,6 @@
 """States of sequences: arrays of fixed size, in which a layer has gathered all tokens so far.
 
-A state cannot be cut. A sequence can be taken up again only behind a token at which its states
+A state cannot be cut. A sequence can be taken up again only after a token at which its states
 were copied: a snapshot.
 """
 
@@ -77,7 +77,7 @@ class RangeStates:
     num_tokens: int = 0  # that `before` has gathered
     is_clear: bool = False  # `before` is all zeros
     has_memory: bool = False  # both slots have
-    ends: tuple[int, ...] = ()  # of the pass's parts: positions behind them; (): there is no pass
+    ends: tuple[int, ...] = ()  # of the pass's parts: positions after them; (): there is no pass
     asked: dict[int, int] = field(default_factory=dict)  # by layer: parts that it has asked for
     written: set[int] = field(default_factory=set)  # layers that have asked for all of them
     crossed: set[int] = field(default_factory=set)  # layers whose states lie in `after`
@@ -97,7 +97,7 @@ class RangeStates:
 
     @property
     def places(self) -> list[int]:
-        """The numbers of tokens behind which there are states."""
+        """The numbers of tokens after which there are states."""
         return [*self.snapshots, *([] if self.before is None else [self.num_tokens])]
 
     def add(self, num_tokens: int, slot: int) -> None:
@@ -147,7 +147,7 @@ class StateStore:
                 self._arena.release(first * self.slot_bytes, end)
 
     def commit(self, *slots: int) -> None:
-        """Provide memory behind slots. Raises PageError."""
+        """Give slots memory. Raises PageError."""
         if self._arena is not None:
             for slot in slots:
                 self._arena.commit(slot * self.slot_bytes, (slot + 1) * self.slot_bytes)
@@ -157,11 +157,11 @@ class StateStore:
         return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def slot_at(self, states: RangeStates, num_tokens: int) -> int:
-        """Return the slot that has a sequence's states behind `num_tokens` tokens."""
+        """Return the slot that has a sequence's states after `num_tokens` tokens."""
         if num_tokens in states.snapshots:
             return states.snapshots[num_tokens]
         if states.before is None or num_tokens != states.num_tokens:
-            raise InternalError(f"A sequence has no states behind {num_tokens} tokens.")
+            raise InternalError(f"A sequence has no states after {num_tokens} tokens.")
         self._uncross(states)
         return states.before
 
@@ -200,7 +200,7 @@ class StateStore:
     def settle(self, states: RangeStates, num_tokens: int) -> None:
         """End a sequence, of which the first `num_tokens` tokens are kept, with their snapshots.
 
-        Its last states become one where they are just behind these tokens.
+        Its last states become one where they are just after these tokens.
         """
         if states.before is not None and states.after is not None:
             self._uncross(states)
@@ -213,12 +213,12 @@ class StateStore:
         self._drop_coming(states)
         self.drop(states, *[place for place in states.snapshots if place > num_tokens])
         if num_tokens not in states.snapshots:
-            raise InternalError(f"A sequence has no states behind {num_tokens} tokens.")
+            raise InternalError(f"A sequence has no states after {num_tokens} tokens.")
 
     def begin_pass(self, states: RangeStates, first: int, ends: Sequence[int]) -> None:
         """Note that a pass computes the tokens from `first` on; any before it has failed.
 
-        ends: the positions behind each part of the pass. Layers write their states there.
+        ends: the positions after each part of the pass. Layers write their states there.
         """
         states.ends = ()
         states.asked.clear()
@@ -237,7 +237,7 @@ class StateStore:
         states.first, states.ends = first, tuple(ends)
 
     def expect(self, states: RangeStates, num_tokens: int) -> None:
-        """Let the pass that has begun fill a snapshot behind the sequence's first tokens.
+        """Let the pass that has begun fill a snapshot after the sequence's first tokens.
 
         num_tokens: of these, where a part of the pass ends. Raises PageError.
         """
@@ -247,7 +247,7 @@ class StateStore:
     def of(self, layer: int, states: RangeStates | None) -> States:
         """Return a layer's states in the next part of the pass that has begun.
 
-        A layer asks once for each part, in their order. What it writes behind one is a snapshot if
+        A layer asks once for each part, in their order. What it writes after one is a snapshot if
         that is expected, and what it reads for the next.
         """
         if self._memory.is_meta:
@@ -257,7 +257,7 @@ class StateStore:
         part = min(states.asked.get(layer, 0), len(states.ends) - 1)
         if (states.ends[part - 1] if part else states.num_tokens) < states.first:
             raise InternalError(
-                f"Layer {layer} asks for states behind {states.first} tokens too early."
+                f"Layer {layer} asks for states after {states.first} tokens too early."
             )
         states.asked[layer] = part + 1
         if part + 1 == len(states.ends):
@@ -275,7 +275,7 @@ class StateStore:
     def claim(
         self, states: RangeStates | None, first: int, layers: Collection[int]
     ) -> tuple[int, int]:
-        """Return the addresses of the slots before and behind a part of the pass that has begun.
+        """Return the addresses of the slots before and after a part of the pass that has begun.
 
         first: the part's position. layers: those whose states will be written there.
         """
@@ -306,7 +306,7 @@ class StateStore:
             states.add(*states.coming.popitem())
 
     def _slots(self, states: RangeStates, part: int) -> tuple[int, int]:
-        """Return the slots before and behind a part: snapshots to come, or those of the pass."""
+        """Return the slots before and after a part: snapshots to come, or those of the pass."""
         if states.before is None or states.after is None:
             raise InternalError("Only a running sequence has passes.")
         inner = (states.coming.get(end, states.after) for end in states.ends[:-1])

@@ -43,7 +43,7 @@ class TokenSpans(Generic[S]):
     ) -> None:
         """storage: tensors [layers, arrays, kv_heads, tokens, width] of `num_tokens` tokens.
 
-        pages: provides memory behind them; by default it is all there.
+        pages: provides their memory; by default all of it is there.
         """
         self._storage = tuple(storage)
         self.pages = pages
@@ -66,7 +66,7 @@ class TokenSpans(Generic[S]):
         return [x.view(getattr(torch, f"int{8 * x.element_size()}")).numpy() for x in wanted]
 
     def place(self, span: S) -> None:
-        """Give a new span its start: the first fit, or behind all others once they have moved.
+        """Give a new span its start: the first fit, or after all others once they have moved.
 
         There must be as many unused tokens. Raises PageError if a move finds no memory.
         """
@@ -82,8 +82,8 @@ class TokenSpans(Generic[S]):
 
     def widen(self, span: S, num_more: int) -> None:
         """Extend a span by unused tokens, which there must be. Raises as `place`."""
-        if num_more and num_more > self._gap_behind(span):
-            self._part_behind(span)
+        if num_more and num_more > self._gap_after(span):
+            self._part_after(span)
         span.capacity += num_more
 
     def shrink(self, span: S, num_written: int, capacity: int) -> None:
@@ -146,18 +146,18 @@ class TokenSpans(Generic[S]):
             start = taken.start + taken.capacity
         return start if self.num_tokens - start >= capacity else None
 
-    def _gap_behind(self, span: S) -> int:
+    def _gap_after(self, span: S) -> int:
         """Return the unused tokens between a span and the next."""
         starts = [*(taken.start for taken in self._taken), self.num_tokens]
         return starts[self._taken.index(span) + 1] - (span.start + span.capacity)
 
-    def _part_behind(self, span: S) -> None:
-        """Move a span and all before it to the front, all behind it to the end."""
+    def _part_after(self, span: S) -> None:
+        """Move a span and all before it to the front, all after it to the end."""
         index = self._taken.index(span) + 1
-        behind = self._taken[index:]  # before kept ranges give way, where moving wants memory
+        after = self._taken[index:]  # before kept ranges give way, where moving wants memory
         self._compact(index)
         start = self.num_tokens
-        for taken in reversed(behind):
+        for taken in reversed(after):
             start -= taken.capacity
             self._move(taken, start)
         self.release_unused()

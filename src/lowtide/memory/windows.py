@@ -1,6 +1,6 @@
 """Tokens of layers with a sliding window, which keep the last ones of each sequence.
 
-They lie in order, in one piece. A window slides when a pass has no room behind its tokens: those
+They lie in order, in one piece. A window slides when a pass has no room after its tokens: those
 that no later row sees are dropped, and the others move to the front. A sequence can be cut where
 its window still has all that the next row sees, or where that was copied before it went.
 """
@@ -49,24 +49,24 @@ class WindowStore(TokenSpans[Window]):
 
     def capacity(self, num_tokens: int, first: int = 0) -> int:
         """Return the tokens that a sequence of `num_tokens` takes from position `first` on."""
-        num_behind = max(1, num_tokens - first)  # a span without any would be in another's place
-        return min(self._shape.cap, align_up(num_behind, GRANULE_TOKENS))
+        num_after = max(1, num_tokens - first)  # a span without any would be in another's place
+        return min(self._shape.cap, align_up(num_after, GRANULE_TOKENS))
 
     def first_needed(self, num_tokens: int) -> int:
-        """Return the position from which tokens are needed to go on behind `num_tokens`."""
+        """Return the position from which tokens are needed to go on after `num_tokens`."""
         return self._shape.first_needed(num_tokens)
 
     def least_cut(self, window: Window) -> int:
-        """Return the fewest tokens behind which a sequence can go on; the most are `stop`."""
+        """Return the fewest tokens after which a sequence can go on; the most are `stop`."""
         return window.first and window.first + self._shape.window - 1
 
     def cut(self, window: Window, num_tokens: int, num_all: int) -> None:
-        """Drop what is behind `num_tokens` tokens, and room for more than `num_all` in all."""
+        """Drop what is after `num_tokens` tokens, and room for more than `num_all` in all."""
         capacity = min(window.capacity, self.capacity(num_all, window.first))
         self.shrink(window, num_tokens - window.first, capacity)
 
     def begin_at(self, window: Window, num_tokens: int, num_all: int) -> None:
-        """Let a new window begin where a sequence of `num_all` goes on behind `num_tokens`."""
+        """Let a new window begin where a sequence of `num_all` goes on after `num_tokens`."""
         window.first = self.first_needed(num_tokens)
         window.capacity = min(window.capacity, self.capacity(num_all, window.first))
 

@@ -38,7 +38,7 @@ def forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     later, every = _as_users(messages, 1), _as_users(messages, 0)
     found: list[list[dict[str, Any]]] = []
     for form in (messages, later, every):
-        for each in (form, _in_turn(form), _behind_user(_in_turn(form))):
+        for each in (form, _in_turn(form), _after_user(_in_turn(form))):
             if each not in found:
                 found.append(each)
     return found
@@ -83,7 +83,7 @@ def without_empty_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if "reasoning_content" in last:
         raise UsageError(
             f"Message {len(before)}, the last one, is an assistant's thoughts alone, which cannot "
-            "be continued; leave it out, or begin the answer behind them."
+            "be continued; leave it out, or begin the answer after them."
         )
     if not before:
         raise UsageError("A conversation must be a list of at least one message that says a word.")
@@ -120,7 +120,7 @@ def _in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _behind_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _after_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put an empty user turn before an answer that begins the conversation."""
     place = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     if [message["role"] for message in messages[place : place + 1]] != ["assistant"]:

@@ -150,7 +150,7 @@ class _Conversation:
         """Render the prompt up to an answer, or to the end of one that has begun."""
         if messages[-1]["role"] != "assistant":
             return self._rendered(messages, is_begun=False)
-        # As in transformers: a mark shows where the template's text behind the answer begins. A
+        # As in transformers: a mark shows where the template's text after the answer begins. A
         # template that trims removes the mark's space; then the text's is removed, too.
         mark = f"{secrets.token_hex(12)} "
         last = messages[-1] | {"content": messages[-1]["content"] + mark}
@@ -184,7 +184,7 @@ class _Conversation:
             for place, (message, mark) in enumerate(zip(messages, marks, strict=True))
             if message["role"] in _SAID and message["content"].strip() and mark not in shown
         ]
-        # A template that has the role may leave it out at times: Mistral's, behind a tool's result.
+        # A template that has the role may leave it out at times: Mistral's, after a tool's result.
         has_role = left_out == [0] and messages[0]["role"] == "system" and self._has_system_role()
         return has_role or not left_out
 

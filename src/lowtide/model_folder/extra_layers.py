@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 _PREDICTION_MARK = "eh_proj"
 """Marks a layer that predicts further tokens, which lowtide does not compute.
 
-Families have such layers behind their last one.
+Families have such layers after their last one.
 """
 
 _MAX_DIGITS = 6

@@ -31,7 +31,7 @@ tool calls.
 """
 
 TOOL_RESPONSE = "<|tool_response>"
-"""Token behind Gemma 4's calls, where the client's part begins; text in its files' own words."""
+"""Token after Gemma 4's calls, where the client's part begins; text in its files' own words."""
 
 CONTROL, USER_DEFINED = 3, 4
 """Values in `tokenizer.ggml.token_type` of tokens that are found before a text is split."""

@@ -107,7 +107,7 @@ class GgufHeader:
     file: RegularFile
     metadata: Metadata
     tensors: Mapping[str, GgufTensor]
-    num_bytes: int  # of the header and its tensors; a file may go on behind
+    num_bytes: int  # of the header and its tensors; a file may be longer
 
     @classmethod
     def read(cls, path: Path) -> GgufHeader:

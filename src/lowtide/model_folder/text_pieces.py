@@ -37,8 +37,8 @@ _SCRIPTS = (
 The tokenizer is asked in which of them words end.
 """
 
-_BEHIND = '\t\n\r !"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f'
-"""Characters behind which a word ends. No apostrophe: a contraction continues after it."""
+_AFTER = '\t\n\r !"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f'
+"""Characters after which a word ends. No apostrophe: a contraction continues after it."""
 
 _LONE_SPACE = re.compile(
     "(?<=[{0}]) (?=[{0}])".format("".join(map("-".join, (*_ASCII, *_SCRIPTS))))
@@ -139,7 +139,7 @@ class TextPieces:
     def _place(self, text: str, start: int) -> tuple[int, int] | None:
         """Return the end of a piece and the start of the next.
 
-        This is the last place within `PIECE_CHARS`, or else the first behind it.
+        This is the last place within `PIECE_CHARS`, or else the first after it.
         """
         end = start + PIECE_CHARS
         for low in range(end - _STEP, start, -_STEP):
@@ -152,7 +152,7 @@ class TextPieces:
         return None
 
     def _free(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
-        """Return places in a range that are not near an added token, or directly behind one."""
+        """Return places in a range that are not near an added token, or directly after one."""
         if self._find is None:
             return []
         found = self._find(text, start, end)
@@ -182,20 +182,20 @@ def _word_ends(backend: tokenizers.Tokenizer) -> _Places | None:
     if not set(_ASCII) <= set(scripts):
         return None
     letters = "".join(map("-".join, scripts))
-    end_of_word = re.compile(f"(?<=[{letters}])(?=[{re.escape(_BEHIND)}])")
+    end_of_word = re.compile(f"(?<=[{letters}])(?=[{re.escape(_AFTER)}])")
     return lambda text, start, end: [
         (each.start(), each.start()) for each in end_of_word.finditer(text, start, end)
     ]
 
 
 def _ends_words(backend: tokenizers.Tokenizer, script: str) -> bool:
-    """Return True if words end behind letters of a script."""
+    """Return True if words end after letters of a script."""
     if backend.pre_tokenizer is None:
         return False
     for letter in script:
-        for behind in _BEHIND:
+        for after in _AFTER:
             for more in ("a", " ", "1", ",", "\n", "\u4e2d", letter, ""):
-                words = backend.pre_tokenizer.pre_tokenize_str(letter + behind + more)
+                words = backend.pre_tokenizer.pre_tokenize_str(letter + after + more)
                 if words[0][1] != (0, 1):
                     return False
     return True

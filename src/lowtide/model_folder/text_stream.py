@@ -61,7 +61,7 @@ class TextStream:
         self._window: list[int] = []  # the latest ids
         self._num_sent = 0  # characters of the window's text that were handed out
 
-    def begin_behind(self, ids: Sequence[int]) -> None:
+    def begin_after(self, ids: Sequence[int]) -> None:
         """Begin a text that continues these ids, so that its first word keeps its space."""
         self._window = self._texts(ids)[-self._KEPT_TOKENS :]
         text = self._tokenizer.decode(self._window)
@@ -106,11 +106,11 @@ class TextStream:
         for num_more in range(self._MAX_CHARACTER_TOKENS):
             num_kept = self._KEPT_TOKENS + num_more
             head, tail = self._window[:-num_kept], self._window[-num_kept:]
-            before, behind = self._tokenizer.decode(head), self._tokenizer.decode(tail)
-            is_apart = text.startswith(before) and text.endswith(behind)
-            is_apart &= len(before) + len(behind) <= len(text)
-            if is_apart and len(behind) > num_held:
-                self._window, self._num_sent = tail, len(behind) - num_held
+            before, after = self._tokenizer.decode(head), self._tokenizer.decode(tail)
+            is_apart = text.startswith(before) and text.endswith(after)
+            is_apart &= len(before) + len(after) <= len(text)
+            if is_apart and len(after) > num_held:
+                self._window, self._num_sent = tail, len(after) - num_held
                 return
 
 

@@ -171,12 +171,12 @@ class Tokenizer:
             yield found.offsets, found.ids
             return
         _check_most(self._pieces.least_tokens(text), most)
-        before, behind = self._added_ids if add_special else ([], [])
+        before, after = self._added_ids if add_special else ([], [])
         yield [(0, 0)] * len(before), before
         for place, piece in self._pieces(text):
             found = self._encoding(piece, False)
             yield [(start + place, end + place) for start, end in found.offsets], found.ids
-        yield [(0, 0)] * len(behind), behind
+        yield [(0, 0)] * len(after), after
 
     def _encoding(self, text: str, add_special: bool) -> tokenizers.Encoding:
         failure = f"This model's tokenizer failed on a text of {len(text)} characters"
@@ -201,7 +201,7 @@ class Tokenizer:
 
     @cached_property
     def _added_ids(self) -> tuple[list[int], list[int]]:
-        """Ids added before and behind every text."""
+        """Ids added before and after every text."""
         [alone] = self._encoding("a", False).ids[:1] or [-1]
         whole = self._encoding("a", True).ids
         place = whole.index(alone) if alone in whole else len(whole)

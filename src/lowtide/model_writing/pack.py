@@ -295,7 +295,7 @@ def in_order(
 ) -> Iterator[tuple[Bytes, int]]:
     """Yield each target once its reads have ended, with the bytes read.
 
-    Later reads stay under way behind it.
+    Up to `num_ahead` later reads are under way meanwhile.
     """
     waiting: deque[tuple[Ticket, Bytes]] = deque()
     for asked, target in reads:

@@ -17,15 +17,15 @@ from lowtide.parsing.pieces import CallBegun, Done, Piece, Text
 class PlainText:
     """Stand-in for `AnswerParser` that takes all tokens as text, thoughts included.
 
-    Without a tokenizer there is no text. behind: a prompt that the answer continues.
+    Without a tokenizer there is no text. after: a prompt that the answer continues.
     """
 
     num_reasoning = 0
 
-    def __init__(self, tokenizer: Tokenizer | None, behind: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, after: Sequence[int] = ()) -> None:
         self._stream = None if tokenizer is None else tokenizer.stream()
-        if self._stream is not None and behind:
-            self._stream.begin_behind(behind)
+        if self._stream is not None and after:
+            self._stream.begin_after(after)
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         return [] if self._stream is None else _as_text(self._stream.push(token_ids))

@@ -51,7 +51,7 @@ class CallForm(ABC):
     notation: how the model writes arguments; it may write JSON besides. xml: their tags.
     bare_begin: beginning of a call whose first mark was forgotten.
     ends: the closing mark for each opening mark, "" if the next call or the answer's end closes it.
-    call_end: the mark behind each of several calls.
+    call_end: the mark after each of several calls.
     inner: other marks within calls.
     may_end_open: the answer's end closes a call, too.
     head: pattern of the text before a call's JSON arguments, from an opening mark or the previous

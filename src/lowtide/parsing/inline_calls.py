@@ -14,7 +14,7 @@ from lowtide.parsing.tools import Tool
 from lowtide.parsing.xml_calls import XmlCalls
 
 _MAX_ASIDES = 8
-"""Most unclosed calls in thoughts behind which the end of the thoughts is searched for."""
+"""Most unclosed calls in thoughts after which the end of the thoughts is searched for."""
 
 _Calls = JsonCalls | XmlCalls | LiteralCalls
 _READERS: dict[Notation, type[_Calls]] = {
@@ -71,7 +71,7 @@ class InlineReader:
 
     def take(self, item: Item) -> None:
         """Take the next text or mark."""
-        if self._name is not None and not self._is_behind_name(item):
+        if self._name is not None and not self._is_after_name(item):
             return
         if self._aside is not None:
             self._take_aside(self._aside, item)
@@ -121,8 +121,8 @@ class InlineReader:
         elif not (self._out.follows_call and mark in self._form.ends.values()):
             self._out.write(mark)
 
-    def _is_behind_name(self, item: Item) -> bool:
-        """Return True for an item behind the thoughts' name; takes what may belong to that."""
+    def _is_after_name(self, item: Item) -> bool:
+        """Return True for an item after the thoughts' name; takes what may belong to that."""
         if not isinstance(item, str):
             self._end_name()
             return True
@@ -139,7 +139,7 @@ class InlineReader:
             self._out.write(written)
 
     def _open(self, item: Item) -> None:
-        """Choose the reader of a call by the text behind its mark."""
+        """Choose the reader of a call by the text after its mark."""
         if isinstance(item, Special):
             return
         text = item if isinstance(item, str) else item.text

@@ -2,7 +2,7 @@
 
 LFM2: `[NAME(key="text", n=1), ...]`. Gemma: `call:NAME{key:<|"|>text<|"|>,n:1}`, strings raw.
 
-A string may hold quotes that nothing escapes: it ends at the first quote behind which the call can
+A string may hold quotes that nothing escapes: it ends at the first quote after which the call can
 go on. The tool's schema says which names can follow, each once, and the types of values.
 """
 
@@ -46,7 +46,7 @@ class _Spelling(NamedTuple):
     """Quotes of strings, longest first, and the texts around a call's arguments.
 
     prefix: pattern of letters before a quote. key: pattern of a usual name. gap: pattern between
-    a comma and a name, as a grammar has it. behind: pattern of what may follow a call.
+    a comma and a name, as a grammar has it. after: pattern of what may follow a call.
     """
 
     quotes: tuple[str, ...]
@@ -56,7 +56,7 @@ class _Spelling(NamedTuple):
     gap: str
     assign: str
     close: str
-    behind: str
+    after: str
 
 
 _PYTHON = _Spelling(
@@ -99,7 +99,7 @@ class _ToolKeys(NamedTuple):
     schemas: Mapping[str, object]  # of its parameters
     key: re.Pattern[str]  # a name, the schema's own as they are spelled (see `key_pattern`)
     first_key: re.Pattern[str]  # a name that gets a value
-    next_key: re.Pattern[str]  # one behind a comma
+    next_key: re.Pattern[str]  # one after a comma
 
 
 class _Reader:
@@ -112,7 +112,7 @@ class _Reader:
         self._is_known = is_known
         self._place = 0
         self._num_ends = 0
-        last = re.escape(spelling.close) + spelling.behind
+        last = re.escape(spelling.close) + spelling.after
         self._last = re.compile(rf"{_BLANKS},?{_BLANKS}{last}")
         quotes = "|".join(map(re.escape, spelling.quotes))
         self._opening = re.compile(rf"({spelling.prefix})({quotes})")
@@ -170,14 +170,14 @@ class _Reader:
         return Call(name, json_text(self._arguments(name)))
 
     def takes(self, text: str) -> bool:
-        """Take this text, behind blanks, if it is next."""
+        """Take this text, after blanks, if it is next."""
         self._skip_blanks()
         is_next = self._text.startswith(text, self._place)
         self._place += len(text) * is_next
         return is_next
 
     def _word(self, pattern: re.Pattern[str]) -> str:
-        """Take what a pattern matches, behind blanks."""
+        """Take what a pattern matches, after blanks."""
         self._skip_blanks()
         found = pattern.match(self._text, self._place)
         if found is None:
@@ -282,7 +282,7 @@ class _Reader:
         return self._opening.match(self._text, self._place)
 
     def _string(self, close: str, left: Set[str] | None) -> str:
-        """Take a string up to a quote behind which the call can go on.
+        """Take a string up to a quote after which the call can go on.
 
         close: see `_value`; ":" for a key, "" for an argument. left: the arguments that may follow.
         """

@@ -34,7 +34,7 @@ _FEW_TOKENS = 64
 def last_mark(
     tokenizer: Tokenizer, token_ids: Sequence[int], marks: Collection[str]
 ) -> tuple[str, list[int]]:
-    """Return the last token of a text that is one of `marks`, and the tokens behind it.
+    """Return the last token of a text that is one of `marks`, and the tokens after it.
 
     Returns "" and nothing if there is none.
     """

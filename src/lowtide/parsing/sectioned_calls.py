@@ -16,7 +16,7 @@ _FENCE = "```"
 
 
 class SectionedCalls(CallForm):
-    """Form whose arguments are JSON behind a separator.
+    """Form whose arguments are JSON after a separator.
 
     one_begin, one_end: marks of a call. separator: between the call's name and its arguments.
     """

@@ -45,7 +45,7 @@ class StreamedCall:
     def push(self, text: str) -> str:
         """Take more of the answer, beginning with the arguments' first brace.
 
-        Returns the text behind the call, or "" while the call may continue.
+        Returns the text after the call, or "" while the call may continue.
         """
         if self._arguments is not None:
             end = self._arguments.end(text)

@@ -12,7 +12,7 @@ from lowtide.parsing.marked_text import last_mark
 class ThoughtMarks(NamedTuple):
     """The marks of thoughts, both of them tokens.
 
-    name: written behind the first mark, and no part of the thoughts.
+    name: written after the first mark, and no part of the thoughts.
     may_recur: thoughts may follow text, and a mark that opens or closes nothing is no text.
     """
 
@@ -44,7 +44,7 @@ def is_thinking(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     marks = thought_marks_of(tokenizer)
     if marks is None:
         return False
-    mark, behind = last_mark(tokenizer, prompt_ids, marks.both)
+    mark, after = last_mark(tokenizer, prompt_ids, marks.both)
     # A user may have written the mark somewhere in the prompt.
-    rest = tokenizer.decode(behind, skip_special=False).strip()
+    rest = tokenizer.decode(after, skip_special=False).strip()
     return mark == marks.begin and rest in ("", marks.name)

@@ -74,7 +74,7 @@ class XmlCalls:
         self._text = text
         self._num_seen = 0  # characters, from the call's head on
         self._depth = 0  # calls that have begun in its values
-        self._end = -1  # behind the last mark that may be its end
+        self._end = -1  # after the last mark that may be its end
         self._num_tries = 0
 
     def _look(self, is_last: bool = False) -> bool:
@@ -86,13 +86,13 @@ class XmlCalls:
             return False
         while (tag := self._syntax.tag.search(self._text, self._num_seen)) is not None:
             if tag[0] != self._syntax.function_end:
-                behind = self._text[tag.end() : tag.end() + _MAX_BLANKS].lstrip()
+                after = self._text[tag.end() : tag.end() + _MAX_BLANKS].lstrip()
                 begins = self._syntax.body_begins
-                if not is_last and any(m.startswith(behind) for m in begins):
+                if not is_last and any(m.startswith(after) for m in begins):
                     return False  # as long as it is not known what follows
                 if self._begins_next(tag):
                     return True
-                self._depth += behind.startswith(begins)
+                self._depth += after.startswith(begins)
             elif self._depth:
                 self._depth -= 1
             elif not self._note_end(tag.end(), is_last):
@@ -139,13 +139,13 @@ class XmlCalls:
 
     def _note_end(self, place: int, is_last: bool) -> bool:
         """Note a possible end of the call; return False if more text must decide."""
-        syntax, behind = self._syntax, self._text[place:].lstrip()
-        if syntax.call_end and behind.startswith(syntax.call_end):
-            self._end = len(self._text) - len(behind) + len(syntax.call_end)
+        syntax, after = self._syntax, self._text[place:].lstrip()
+        if syntax.call_end and after.startswith(syntax.call_end):
+            self._end = len(self._text) - len(after) + len(syntax.call_end)
             return True
-        is_known = not syntax.call_end or is_last or not syntax.call_end.startswith(behind)
+        is_known = not syntax.call_end or is_last or not syntax.call_end.startswith(after)
         is_bare = self._text.startswith(syntax.function)
-        if is_bare or syntax.holds_several or is_known and not behind:
+        if is_bare or syntax.holds_several or is_known and not after:
             self._end = place
         return is_known
 

@@ -19,7 +19,7 @@ class XmlSyntax:
     call_begin, call_end: marks around a call, or around all of an answer; "" if `function` and
       `function_end` are the marks.
     function, name_end: texts around a function's name.
-    parameter, parameter_name_end: texts around a parameter's name, behind which its value begins.
+    parameter, parameter_name_end: texts around a parameter's name, after which its value begins.
     is_padded: a line break stands on both sides of a value.
     holds_several: one pair of marks holds several calls.
     """
@@ -67,9 +67,9 @@ class XmlSyntax:
         """
         end = re.escape(self.parameter_name_end[:1])
         key = key_pattern(rf"[^{end}\n]{{1,{MAX_NAME_CHARS}}}", names)
-        name, *behind = map(re.escape, self.parameter_name_end.split("><"))
-        if behind:  # two tags, with blanks between them
-            name = rf"{name}>\s*<{behind[0]}"
+        name, *after = map(re.escape, self.parameter_name_end.split("><"))
+        if after:  # two tags, with blanks between them
+            name = rf"{name}>\s*<{after[0]}"
         return re.compile(rf"{re.escape(self.parameter)}({key}){name}")
 
     @cached_property

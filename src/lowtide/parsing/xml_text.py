@@ -25,12 +25,12 @@ _CLOSERS = {"[": "]", "{": "}"}
 
 
 class _Begin(NamedTuple):
-    """A mark that may begin a parameter. is_behind_end: a closing mark precedes it."""
+    """A mark that may begin a parameter. is_after_end: a closing mark precedes it."""
 
     name: str
     start: int
     end: int
-    is_behind_end: bool
+    is_after_end: bool
 
 
 def xml_call(syntax: XmlSyntax, text: str, tools: Mapping[str, Tool]) -> Call | None:
@@ -63,9 +63,9 @@ def _begins(
         place = bisect_left(starts, tag.start()) - 1
         if place < 0 or spans[place][1] <= tag.start():
             before = body[max(0, tag.start() - 64) : tag.start()].rstrip()
-            is_behind_end = before.endswith(syntax.parameter_end)
+            is_after_end = before.endswith(syntax.parameter_end)
             name = tag[1] if tag[1] in names else tag[1].strip()
-            found.append(_Begin(name, tag.start(), tag.end(), is_behind_end))
+            found.append(_Begin(name, tag.start(), tag.end(), is_after_end))
     return found
 
 
@@ -96,7 +96,7 @@ class _Values:
         self._takes_any = not self._schemas or self._types.takes_others()
         self._ends = [tag.start() for tag in re.finditer(re.escape(self._end), body)]
         self._lines = [each.start for each in begins if body[each.start - 1 : each.start] == "\n"]
-        self._behind_ends = [i for i, each in enumerate(begins) if each.is_behind_end]
+        self._after_ends = [i for i, each in enumerate(begins) if each.is_after_end]
         self._values: dict[str, object] = {}
         self._inner_end = -1  # marks up to here belong to the current value
         self._num_ends = 0  # positions at which a value was parsed to test for its end
@@ -146,11 +146,11 @@ class _Values:
         if found.name in self._values or found.name == current.name:
             return False
         if self._is_free(found):
-            return found.is_behind_end or not self._is_inner(current, found, place)
+            return found.is_after_end or not self._is_inner(current, found, place)
         is_text = current.name in self._schemas and (
             self._type(current.name).is_text or not self._ends_typed(current, found.start)
         )
-        return found.is_behind_end and not is_text
+        return found.is_after_end and not is_text
 
     def _is_inner(self, current: _Begin, found: _Begin, place: int) -> bool:
         """Return True if a mark without a closing mark before it belongs to the current value.
@@ -162,8 +162,8 @@ class _Values:
             return not self._ends_typed(current, found.start)
         if self._body[found.start - 1] != "\n" or found.start < self._inner_end:
             return True
-        behind = self._behind_ends[bisect_right(self._behind_ends, place) :]
-        later = (begin for begin in map(self._begins.__getitem__, behind) if self._is_free(begin))
+        after = self._after_ends[bisect_right(self._after_ends, place) :]
+        later = (begin for begin in map(self._begins.__getitem__, after) if self._is_free(begin))
         end = next((b.start for b in later if b.name != current.name), len(self._body))
         num_begun = 1 + bisect_left(self._lines, end) - bisect_left(self._lines, current.end)
         num_ended = bisect_left(self._ends, end) - bisect_left(self._ends, current.end)

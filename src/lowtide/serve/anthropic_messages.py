@@ -241,7 +241,7 @@ class _MessageReader:
 def _system_turns(system: object) -> Iterator[Turn]:
     """Yield the system prompt without the client's billing line.
 
-    That line differs in every request, so no cached prefix behind it would ever be reused.
+    That line differs in every request, so no cached prefix after it would ever be reused.
     """
     text = _text(system, "system")
     if _BILLING in text:

@@ -67,7 +67,7 @@ def _xml_arguments(lark: LarkText, form: CallForm, tool: Tool) -> str:
     for name, schema in types.parameters().items():
         head = _before_value(form, literal(name))
         if tool.grammar and name == only_text(tool):
-            value = f"{lark.grammar(tool.grammar)} {_value_end(form)} {_behind_value(form)}"
+            value = f"{lark.grammar(tool.grammar)} {_value_end(form)} {_after_value(form)}"
         else:
             value = _raw_value(lark, form, types, schema, tool.strict)
         parts.append((f"{head} {value}", name in required))
@@ -84,12 +84,12 @@ def _before_value(form: CallForm, name: str) -> str:
 
 
 def _value_end(form: CallForm) -> str:
-    """Write the mark behind a value, at which raw text ends."""
+    """Write the mark after a value, at which raw text ends."""
     end = form.xml.parameter_end
     return literal(f"\n{end}\n") if form.xml.is_padded else form.mark(end)
 
 
-def _behind_value(form: CallForm) -> str:
+def _after_value(form: CallForm) -> str:
     return "" if form.xml.is_padded else _LINE
 
 
@@ -100,7 +100,7 @@ def _raw_value(
 
     is_strict: raises UsageError for a schema that a text cannot be held to.
     """
-    kind, end = types.of(schema), f"{_value_end(form)} {_behind_value(form)}"
+    kind, end = types.of(schema), f"{_value_end(form)} {_after_value(form)}"
     if not kind.is_text or kind.kinds == ALL_KINDS:
         return f"{_of_schema(lark, types, schema, is_strict)} {end}"
     if kind.choices:
@@ -113,7 +113,7 @@ def _raw_value(
 def _raw_text(lark: LarkText, form: CallForm, terminals: str) -> str:
     """Write a raw text of some terminals and its end."""
     end = _value_end(form)
-    return f"{_text_before(lark, end, terminals)} {_behind_value(form)}"
+    return f"{_text_before(lark, end, terminals)} {_after_value(form)}"
 
 
 def _text_before(lark: LarkText, end: str, terminals: str) -> str:

@@ -97,7 +97,7 @@ class Connection(H11Protocol):
         return bool(self._unread) or self._goes_on()
 
     def on_response_complete(self) -> None:
-        """Close a half-closed connection behind the last request that has come."""
+        """Close a half-closed connection after the last request that has come."""
         super().on_response_complete()
         if self._is_half and not self._unread and not self._goes_on():
             self.transport.close()

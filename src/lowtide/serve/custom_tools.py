@@ -53,7 +53,7 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._arguments = self._sent = ""
-        self._place = 0  # in the arguments, behind what was sent; 0: the text has not begun
+        self._place = 0  # in the arguments, after what was sent; 0: the text has not begun
 
     def push(self, arguments: str) -> str:
         """Add arguments; return the new text that is certain."""

@@ -119,7 +119,7 @@ class Grammars:
             except (LowtideError, Refusal) as error:  # such calls may also go unguided
                 return request, str(error)
         if request.params.ignore_eos:
-            raise UsageError("ignore_eos goes on behind an answer's form: leave one of them out.")
+            raise UsageError("ignore_eos goes on after an answer's form: leave one of them out.")
         others = [] if wanted.must_call else wanted.tools
         optional = [tool for tool in others if not (tool.strict or tool.grammar)]
         try:

@@ -66,9 +66,9 @@ def _without_regex(text: str) -> str:
     begin, end = text.find(_REGEX_BEGIN), text.rfind(_REGEX_END)
     start = begin + len(_REGEX_BEGIN)
     if 0 <= begin and start <= end:
-        regex, behind = text[start:end], text[end + len(_REGEX_END) :]
+        regex, after = text[start:end], text[end + len(_REGEX_END) :]
         cut = "..." if len(regex) > _MAX_REGEX_CHARS else ""
-        text = f'{text[:start]}{regex[:_MAX_REGEX_CHARS]}{cut}": {behind}'
+        text = f'{text[:start]}{regex[:_MAX_REGEX_CHARS]}{cut}": {after}'
     begin = text.find(_DRAWN_BEGIN)
     end = text.rfind(_DRAWN_END, begin + len(_DRAWN_BEGIN)) if begin >= 0 else -1
     return text if end < 0 else text[:begin] + text[end + len(_DRAWN_END) :]

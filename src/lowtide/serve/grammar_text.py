@@ -213,8 +213,8 @@ def _thoughts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
     if marks is None:
         return ""
     begin, end = (f"<[{tokenizer.token_id(mark)}]>" for mark in marks.both)
-    behind = rf"TEXT {end} /\n*/"
-    return behind if is_thinking(tokenizer, prompt_ids) else f"({begin} {behind})?"
+    after = rf"TEXT {end} /\n*/"
+    return after if is_thinking(tokenizer, prompt_ids) else f"({begin} {after})?"
 
 
 def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
@@ -229,7 +229,7 @@ def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
         return f"({text} | {calls})"
     if form.has_token:
         return f"{lark.text_without(form.bare_begin)} ({calls})?"
-    return _behind_text(lark, form, ones, calls)
+    return _after_text(lark, form, ones, calls)
 
 
 def _expression(lark: LarkText, wanted: Constraint | None) -> str:
@@ -241,7 +241,7 @@ def _expression(lark: LarkText, wanted: Constraint | None) -> str:
     return lark.grammar(wanted.text)
 
 
-def _behind_text(lark: LarkText, form: CallForm, ones: Sequence[str], calls: str) -> str:
+def _after_text(lark: LarkText, form: CallForm, ones: Sequence[str], calls: str) -> str:
     """Return text followed by optional calls, for models whose first mark is plain text.
 
     A lazy rule matches the mark before text can continue. If each call has its own mark, only one

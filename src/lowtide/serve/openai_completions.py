@@ -101,17 +101,17 @@ class Echo:
 class Places:
     """Tracks the text offset at which an answer's next token begins.
 
-    start: characters before the answer. behind: the end of its prompt.
+    start: characters before the answer. after: the end of its prompt.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, start: int = 0, behind: Sequence[int] = ()
+        self, tokenizer: Tokenizer | None, start: int = 0, after: Sequence[int] = ()
     ) -> None:
         self._tokenizer, self._place = tokenizer, start
-        self._is_first = tokenizer is None or not any(map(tokenizer.is_text, behind))
+        self._is_first = tokenizer is None or not any(map(tokenizer.is_text, after))
         self._stream = None if tokenizer is None else tokenizer.stream()
-        if self._stream is not None and behind:
-            self._stream.begin_behind(behind)
+        if self._stream is not None and after:
+            self._stream.begin_after(after)
 
     def placed(
         self, token_id: int, logprobs: TokenLogprobs | None, place: int | None = None
@@ -151,7 +151,7 @@ class CompletionReply(OpenAIReply[CompletionBody]):
         super().__init__(service, body, asks)
         self._start_s = time.monotonic()
         self._echoes: list[Echo] = []
-        self._places = [Places(self.tokenizer, behind=self._end(ask)) for ask in asks]
+        self._places = [Places(self.tokenizer, after=self._end(ask)) for ask in asks]
 
     async def prepare(self) -> None:
         if self.body.echo:

@@ -107,7 +107,7 @@ class ContextFacts(NamedTuple):
                 "config.json: no layer has attention, which every model here has."
             )
         in_blocks = align_up(num_tokens, config.decoding.block_length)
-        # Whoever writes in no order may see what comes behind it, too.
+        # Whoever writes in no order may see what comes after it, too.
         is_causal = keeps_keys and config.decoding.writes_in_order
         windows = [0 if mixer is None or not is_causal else mixer.window for mixer in mixers]
         num_all = align_up(in_blocks, GRANULE_TOKENS)

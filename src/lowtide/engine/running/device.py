@@ -79,7 +79,7 @@ def _open_over(name: str, request: DeviceRequest, lent: PagedSlots) -> OpenDevic
                 f"Device {name!r} copied an expert elsewhere than into its slot of the "
                 f"{format_size(lent.arena.num_bytes)} of DeviceRequest.arena, where "
                 f"{request.num_slots} slots of {format_size(request.layout.num_bytes)} lie one "
-                "behind another, as their number follows what sequences need. Open the slots with "
+                "after another, as their number follows what sequences need. Open the slots with "
                 "DeviceRequest.open_slots()."
             )
         undo.pop_all()

@@ -3,7 +3,7 @@
 Most layers have a gated delta-net, every fourth grouped-query attention with an RMS norm on each
 query and key head, a rotary embedding of a quarter of a head and a gate on its output; in most
 models softmax routing whose top-k weights are renormalised, and a shared expert weighted by a
-sigmoid gate. Norms multiply by 1 + w in float32, but for the one behind a delta-net.
+sigmoid gate. Norms multiply by 1 + w in float32, but for the one after a delta-net.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _layer_struct(
 
 
 def _grouped(parts: GroupedParts, matrices: Iterator[ctypes.Structure]) -> ctypes.Structure:
-    """Build the struct; matrices: those of `products`, and others behind them."""
+    """Build the struct; matrices: those of `products`, and others after them."""
     num_key_heads, _, head_dim = parts.keys.shape
     projections = [next(matrices) for _ in parts.projections]
     return struct("GroupedAttention")(
@@ -272,7 +272,7 @@ def _grouped(parts: GroupedParts, matrices: Iterator[ctypes.Structure]) -> ctype
 
 
 def _latent(parts: LatentParts, matrices: Iterator[ctypes.Structure]) -> ctypes.Structure:
-    """Build the struct; matrices: those of `products`, and others behind them."""
+    """Build the struct; matrices: those of `products`, and others after them."""
     down = struct("Matrix")() if parts.query_down is None else next(matrices)
     return struct("LatentAttention")(
         norm=_norm(parts.norm),
@@ -294,7 +294,7 @@ def _latent(parts: LatentParts, matrices: Iterator[ctypes.Structure]) -> ctypes.
 
 
 def _convolution(parts: ShortConvParts, matrices: Iterator[ctypes.Structure]) -> ctypes.Structure:
-    """Build the struct; matrices: those of `products`, and others behind them."""
+    """Build the struct; matrices: those of `products`, and others after them."""
     return struct("ShortConvolution")(
         norm=_norm(parts.norm),
         inward=next(matrices),
@@ -307,7 +307,7 @@ def _convolution(parts: ShortConvParts, matrices: Iterator[ctypes.Structure]) ->
 
 
 def _delta_net(parts: DeltaParts, matrices: Iterator[ctypes.Structure]) -> ctypes.Structure:
-    """Build the struct; matrices: those of `products`, and others behind them."""
+    """Build the struct; matrices: those of `products`, and others after them."""
 
     def matrix(product: Product | None) -> ctypes.Structure:
         return struct("Matrix")() if product is None else next(matrices)

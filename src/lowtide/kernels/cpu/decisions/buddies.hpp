@@ -8,7 +8,7 @@ extern "C" {
 
 // Constant over passes: `LayerRules` in buddies.py.
 struct Rules {
-    const std::int32_t* lists;  // [num_experts, length]: buddies, best first, -1 behind the last
+    const std::int32_t* lists;  // [num_experts, length]: buddies, best first, -1 after the last
     std::int64_t num_experts, length, layer, rho;
     std::int64_t exact_kinds;  // bits: rows of these kinds run what their router chose
     double entropy, margin, beta, temperature;

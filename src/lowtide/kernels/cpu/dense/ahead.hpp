@@ -129,7 +129,7 @@ class LinesAhead {
     const bool takes_pages_ = has_amx();
     Ahead pages_;
     const char* from_;
-    long asked_ = DISTANCE, due_ = DISTANCE, end_;  // bytes behind `from_`
+    long asked_ = DISTANCE, due_ = DISTANCE, end_;  // bytes after `from_`
     const char* next_;
 };
 

@@ -15,7 +15,7 @@ namespace lowtide {
 
 // What a guess was made from: the rows as they came from the attention of the layer before, or with
 // what had been computed of that layer's MLP.
-enum Known : int { BEFORE_MLP, BEHIND_MLP };
+enum Known : int { BEFORE_MLP, AFTER_MLP };
 
 class Foresight {
  public:
@@ -62,7 +62,7 @@ class Foresight {
     void end_pass() { ++num_passes_, guesses_.clear(); }
 
  private:
-    // Those further behind share the last.
+    // Later places share the last.
     static constexpr long NUM_PLACES = 8;
 
     // Of the guesses of a place, the share that has to be right: what is asked for waits for the

@@ -34,7 +34,7 @@ void gate(const Pass& p, long hidden) {
     });
 }
 
-// One row, behind its output gates: its own product is first in each sum, then those before it.
+// One row, after its output gates: its own product is first in each sum, then those before it.
 INLINED void convolve(const ShortConvolution& c, const Rows& rows, long row, const bf16* gates,
                       bf16* out) {
     constexpr long WIDTH = 64;

@@ -130,7 +130,7 @@ class LayersRun {
         expect(turn, next, residency, BEFORE_MLP);
         if (has_experts) experts_.run_present();
         run_shared(*turn.pass, *turn.layer);
-        expect(turn, next, residency, BEHIND_MLP);
+        expect(turn, next, residency, AFTER_MLP);
     }
 
     // Reads ahead what the next layer's router makes of the rows as they are, its attention and
@@ -142,7 +142,7 @@ class LayersRun {
         if (!experts_.foresees(*residency, next->number, known, e.choice.num_chosen)) return;
         const long length = p.num_rows * next->layer->hidden;
         rows_.assign(p.x, p.x + length);
-        if (known == BEHIND_MLP) add_present(turn);
+        if (known == AFTER_MLP) add_present(turn);
         normed_.resize(length);
         logits_.resize(p.num_rows * e.choice.num_experts);
         input_.resize(e.is_float32 ? length : 0);
@@ -205,7 +205,7 @@ void lowtide_close_run(LayersRun* run) { delete run; }
 // After a failure: the next call begins with its first layer.
 void lowtide_reset_run(LayersRun* run) { run->reset(); }
 
-// Layers one after the other, with their mixers or behind them; a `Status`. residency: null where
+// Layers one after the other, with their mixers or after them; a `Status`. residency: null where
 // no layer has experts.
 int lowtide_run_layers(
     LayersRun* run, const Turn* turns, long num_turns, int mixes, Residency* residency

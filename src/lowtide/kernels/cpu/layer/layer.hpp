@@ -77,7 +77,7 @@ struct Pass {
                                  // row's sequence is in the group's cache, or would be if it were
                                  // still there; how many the row sees, its own the last
     const std::int64_t* sequences;  // [num_sequences, 4]: the first of a sequence's rows, their end,
-                                    // and the addresses of its states before and behind them
+                                    // and the addresses of its states before and after them
     long num_sequences;
     bf16 *normed, *projected, *attended, *update;
     bf16 *query_latent, *latent, *latent_query, *value;

@@ -53,7 +53,7 @@ struct ShortConvolution {
     long state;  // where in a sequence's states the layer's begins, in bytes: [num_taps - 1, hidden]
 };
 
-// A gated delta-net (delta.cpp), with an RMS norm of each value head behind it, weighed by silu of
+// A gated delta-net (delta.cpp), with an RMS norm of each value head after it, weighed by silu of
 // its gates. Where one product makes two things, it does so key head by key head.
 struct DeltaNet {
     Norm norm;

@@ -248,7 +248,7 @@ struct Span {
         two(b + 2 * number * Type::BYTES, 2 * number, Type::BYTES, out);
     }
 
-    // Unpacks block `i`, which begins at `b`, and block i + 1, which begins `distance` bytes behind it.
+    // Unpacks block `i`, which begins at `b`, and block i + 1, which begins `distance` bytes after it.
     AVX512_BF16 INLINED void two(const u8* b, long i, long distance, __m512i (&out)[2]) const {
         using Of = Block<Type>;
         const u8* const second = b + distance;

@@ -45,7 +45,7 @@ struct BlockType {
 const BlockType& block_type(int number);
 void set_block_type(int number, const BlockType& type);
 
-// Registers a type; stands in the type's own file, behind a template `block_type_of`.
+// Registers a type; stands in the type's own file, after a template `block_type_of`.
 #define BLOCK_TYPE(name, Type)                                                                     \
     static_assert(Type::SIZE == lowtide::BLOCK_SHAPES[lowtide::BLOCK_##name].size);                \
     static_assert(Type::BYTES == lowtide::BLOCK_SHAPES[lowtide::BLOCK_##name].num_bytes);          \

@@ -103,7 +103,7 @@ struct alignas(64) Ends {
     static constexpr int SCALES = num_bits == 4 ? 1 : 4;
     float zeros[MOST_ENDS], scales[SCALES][MOST_ENDS];
 
-    // Loads the scales, float16, from `halves` on, and the zeros `bytes_to_zeros` behind them.
+    // Loads the scales, float16, from `halves` on, and the zeros `bytes_to_zeros` after them.
     // Groups outside `mask` get 0.
     AVX512BF16 INLINED void load(const std::uint8_t* halves, long bytes_to_zeros, __mmask16 mask) {
         __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, halves));

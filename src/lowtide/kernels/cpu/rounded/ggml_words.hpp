@@ -216,7 +216,7 @@ struct Nibbles : WholeGroups {
     }
 };
 
-// Types whose blocks have 32 fifth bits, at `at`, and the nibbles behind them.
+// Types whose blocks have 32 fifth bits, at `at`, and the nibbles after them.
 template <class Type>
 struct FiveBits : Nibbles<Type> {
     template <int at>

@@ -124,7 +124,7 @@ class UnpackedMemory {
     std::vector<float> scales_, offsets_;
 };
 
-// Writes groups' codes in their own order, each group `TILE` group lengths behind the one before.
+// Writes groups' codes in their own order, each group `TILE` group lengths after the one before.
 template <class Type>
 VNNI INLINED void codes_in_order(const ggml::Sixteen<Type>& groups, std::uint8_t* out) {
     static constexpr WordOrder<Type> ORDER;

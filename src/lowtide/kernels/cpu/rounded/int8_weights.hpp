@@ -50,7 +50,7 @@ struct WeightRow {
         groups.load({b, b + SIXTEEN_BYTES / 2});
     }
 
-    // Loads the last `left` groups of a row, fewer than sixteen. Bytes behind them are loaded, too,
+    // Loads the last `left` groups of a row, fewer than sixteen. Bytes after them are loaded, too,
     // as far as they lie before `end`.
     VNNI INLINED void load_last(
         long number, long left, const std::uint8_t* end, Groups& groups
