@@ -225,6 +225,16 @@ def test_a_missing_path_is_a_missing_file(ending: str, tmp_path: Path) -> None:
     assert told(f"nope{ending}").startswith(f"There is no file or folder nope{ending}.")
 
 
+def test_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to("gone.gguf")
+    for inner in ("", "config.json"):
+        said = told(str(tmp_path / "model.gguf" / inner))
+        assert (
+            said
+            == f"{tmp_path}/model.gguf is missing: its link leads to gone.gguf, where nothing is."
+        )
+
+
 def test_a_path_that_may_be_an_id_is_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))

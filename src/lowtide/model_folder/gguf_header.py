@@ -360,9 +360,8 @@ def _placed(entries: list[_Entry], alignment: int, cursor: _Cursor) -> dict[str,
         if start + offset + num_bytes > cursor.file.num_bytes:
             cursor.fail(
                 f"tensor {shown(name)} ends at byte {start + offset + num_bytes} of "
-                f"{cursor.file.num_bytes}; the file is truncated or its header is wrong; "
-                "fetch it again"
-                f"{_of_pieces(cursor.file.path)}"
+                f"{cursor.file.num_bytes}; the file is truncated or its header is wrong",
+                f"fetch it again{_of_pieces(cursor.file.path)}",
             )
         tensors[name] = GgufTensor(found, shape, start + offset, num_bytes)
         end, last = align_up(offset + num_bytes, alignment), name

@@ -26,6 +26,8 @@ def is_path(reference: str) -> bool:
 def no_file_told(path: Path) -> str:
     """Say that there is no file at a path, with similar names."""
     first = next((p for p in (*reversed(path.parents), path) if not p.exists()), path)
+    if first.is_symlink():
+        return f"{first} is missing: its link leads to {first.readlink()}, where nothing is."
     if first != path:
         told = f"There is no file {path}: the folder {first} does not exist."
     else:
