@@ -232,8 +232,8 @@ class Seen(CountedSubstitution):
 
 
 @contextmanager
-def profiled() -> Iterator[list[Seen]]:
-    """`buddymoe` with a profile of chance, and what its substitutions did."""
+def profiled(make: type[Seen] = Seen) -> Iterator[list[Seen]]:
+    """`buddymoe` with a profile of chance, and what its substitutions did; make: what sees them."""
     plain, seen = CATALOGUE["buddymoe"], []
 
     def having(setting: PolicyInputs) -> PolicyInputs:
@@ -246,7 +246,7 @@ def profiled() -> Iterator[list[Seen]]:
         if made is None:
             return None
         assert isinstance(made, CountedSubstitution)
-        seen.append(Seen(made))
+        seen.append(make(made))
         return seen[-1]
 
     there = replace(plain, substitution=substitution, check_buddies=lambda options, profile: None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from whole import Observed, answer, residents, wait_until
 
 from lowtide import LLM, SamplingParams
-from lowtide.buddies import PassAccount
+from lowtide.buddies import LayerRules, PassAccount
 from lowtide.core import Costs, Facts, RoutedTokens, RowKind
 from lowtide.decode.block_sequence import BlockSequence
 from lowtide.errors import NumericError, UsageError
@@ -31,7 +31,7 @@ from lowtide.policies.presets import parse_options
 from lowtide.policies.reads_ahead import NEARLY_ALL
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import PolicyInputs
-from lowtide.policies.substitution import CountedSubstitution, replaced
+from lowtide.policies.substitution import replaced
 from lowtide.record import Recorder
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -117,8 +117,25 @@ def test_psi_weighs_the_routers_logits_of_the_run(device: str, eta: str) -> None
     """What runs is what the plain twin answers to the same facts, logits included."""
     options = {"eta": eta, "rho": "none", "max_mass": "off", "tae": "off", "beta": "off"}
     num_replaced = num_by_list = 0
-    with profiled() as seen, open_half(device, **options) as llm:
-        [one] = seen
+    rules: list[LayerRules] = []
+
+    class Checked(Seen):
+        def counted(self, facts: Facts, account: PassAccount) -> RoutedTokens | None:
+            nonlocal num_replaced, num_by_list
+            answered, asked = super().counted(facts, account), facts.routing
+            assert asked is not None and asked.scores is not None
+            rule, num_rows = rules[facts.layer], len(asked.weights)
+            wanted = PLAIN.of_layer(rule)(facts, any_account(num_rows, len(rules)))
+            assert (answered is None) == (wanted is None)
+            if answered is not None and wanted is not None:
+                assert np.array_equal(answered.experts, wanted.experts)
+                by_list = rule._replace(eta=0.0, psi=None)
+                other = PLAIN.of_layer(by_list)(facts, any_account(num_rows, len(rules)))
+                num_replaced += 1
+                num_by_list += other is not None and np.array_equal(other.experts, answered.experts)
+            return answered
+
+    with profiled(Checked), open_half(device, **options) as llm:
         shape = llm.config.moe_shape
         profile = random_profile(shape.num_layers, shape.num_experts, 2)
         inputs = PolicyInputs(
@@ -128,27 +145,7 @@ def test_psi_weighs_the_routers_logits_of_the_run(device: str, eta: str) -> None
             options=parse_options("buddymoe", options),
             buddies=profile,
         )
-        rules, inner = layer_rules(inputs, profile), one._inner
-
-        class Checked(CountedSubstitution):
-            def counted(self, facts: Facts, account: PassAccount) -> RoutedTokens | None:
-                nonlocal num_replaced, num_by_list
-                answered, asked = inner.counted(facts, account), facts.routing
-                assert asked is not None and asked.scores is not None
-                rule, num_rows = rules[facts.layer], len(asked.weights)
-                wanted = PLAIN.of_layer(rule)(facts, any_account(num_rows, shape.num_layers))
-                assert (answered is None) == (wanted is None)
-                if answered is not None and wanted is not None:
-                    assert np.array_equal(answered.experts, wanted.experts)
-                    by_list = rule._replace(eta=0.0, psi=None)
-                    other = PLAIN.of_layer(by_list)(facts, any_account(num_rows, shape.num_layers))
-                    num_replaced += 1
-                    num_by_list += other is not None and np.array_equal(
-                        other.experts, answered.experts
-                    )
-                return answered
-
-        one._inner = Checked()
+        rules += layer_rules(inputs, profile)
         llm.generate([PROMPT], PARAMS)
     assert num_replaced > 0 and (eta != "50" or num_by_list < num_replaced)
 

@@ -263,12 +263,12 @@ def test_a_failed_run_is_an_error_of_the_join(device: EmulatedDevice) -> None:
 
 
 def test_ctrl_c_before_a_stream_is_told_of_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
+    def interrupt(told: threading.Condition) -> None:
         raise KeyboardInterrupt
 
     stream, is_done = ThreadStream(LINK), threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(stream._change, "notify_all", interrupt)
+        patch.setattr(threading.Condition, "notify_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             stream.queue(lambda ready_s: is_done.set())
     stream.drain()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
-from lowtide.experts import host_tier, rows
+from lowtide.experts import compiled_residents, host_tier, rows
 from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
@@ -219,7 +219,6 @@ def wait_for_disorder(residents: CompiledResidents, transfer: Disorder) -> None:
             serve(status)
 
     residents.serve = finish_one
-    residents._struct.wait_limit_s = 1e-4
 
 
 class _Answer(Future[int]):
@@ -342,9 +341,13 @@ class Rig:
             self.host.news = DisorderlyNews(self.transfer)
         batched = BatchedExperts.of(self.slots, kernels, executor.num_cores)
         experts = HostExpertExecutor(self.host, executor, kernels, batched)
-        self.runtime = ExpertRuntime(SHAPE, self.policies, experts)
-        if isinstance(self.transfer, Disorder) and self.runtime._compiled is not None:
-            wait_for_disorder(self.runtime._compiled, self.transfer)
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(self.transfer, Disorder):  # which is asked whenever a wait is given up
+                patch.setattr(compiled_residents, "INTERRUPT_POLL_S", 1e-4)
+            self.runtime = ExpertRuntime(SHAPE, self.policies, experts)
+        residents = self.runtime.residents()
+        if isinstance(self.transfer, Disorder) and residents is not None:
+            wait_for_disorder(residents, self.transfer)
         self.runtime.load()
         self.check()
 

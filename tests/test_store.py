@@ -24,6 +24,7 @@ from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile, is_in_memory
 from lowtide.formats import formats
 from lowtide.formats.plain import ITEM_BYTES
+from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.reading import file_reader as store
 from lowtide.reading.dense_weights import DenseWeights
@@ -189,13 +190,22 @@ def reading_small(
         yield reader
 
 
-def test_the_ring_is_as_large_as_it_says(files: list[Path]) -> None:
+def test_the_ring_is_as_large_as_it_says(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arenas: list[Arena] = []
+
+    def arena(num_bytes: int) -> Arena:
+        arenas.append(Arena(num_bytes))
+        return arenas[-1]
+
+    monkeypatch.setattr(store, "Arena", arena)
     for largest in (1, SECTOR_BYTES, 5 * SECTOR_BYTES + 1, 1 << 40):
         assert ring_bytes(largest) % SECTOR_BYTES == 0
         assert ring_bytes(largest) >= store.NUM_READERS * min(largest, store.MAX_READ_BYTES)
     assert ring_bytes(1 << 40) < store.NUM_READERS * (store.MAX_READ_BYTES + 4 * SECTOR_BYTES)
-    with reading(files, 5 * SECTOR_BYTES + 1) as reader:
-        assert reader._ring.num_bytes == ring_bytes(5 * SECTOR_BYTES + 1)
+    with reading(files, 5 * SECTOR_BYTES + 1):
+        assert [each.num_bytes for each in arenas] == [ring_bytes(5 * SECTOR_BYTES + 1)]
 
 
 @pytest.mark.parametrize("fails_at", ["open", "read"])
