@@ -119,7 +119,7 @@ def test_who_pauses_for_want_of_memory_writes_the_same_words(
     is_refused, prepare = itertools.cycle(refusals), kv_cache.prepare
 
     def prepare_or_refuse(kv_range: KVRange, num_tokens: int) -> None:
-        if decoder.num_running > 1 and next(is_refused):
+        if len(decoder.running) > 1 and next(is_refused):
             raise PageError("as drawn")
         prepare(kv_range, num_tokens)
 

@@ -146,7 +146,7 @@ class Subjects:
             layout = layout._replace(num_slots=2 * MAX_LINEAGES)
             states = StateStore(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
         twin_cache = KVCache(storage, places=shape.places, states=states)
-        parts = (model.config, model.weights, model._experts, twin_cache, model.compute)
+        parts = (model.config, model.weights, plain.experts, twin_cache, model.compute)
         return Subject(engine.model, engine.kv_cache, type(model)(*parts), twin_cache, engine)
 
     def _engine(self, *key: Any) -> Engine:
@@ -226,7 +226,7 @@ class Talk:
             self._decoder.add(self._asked[-1])
         self._run(1)
         if is_from_disk:
-            self.met["from disk"] += any(s.num_resumed for s in self._decoder._running)
+            self.met["from disk"] += any(s.num_resumed for s in self._decoder.running)
         self._run(rng.choice((0, 2, 1000, 1000)))
         if rng.random() < 0.12:
             self.met["cancelled"] += self._decoder.cancel(self._asked[-1].id)
@@ -309,9 +309,19 @@ class Talk:
         assert shared.kv.committed_bytes == shared.kv.account.num_bytes
         assert shared.arena.committed_bytes == shared.slots_account.num_bytes
         assert shared.slots.num_live >= engine.plan.num_staging
-        num_tokens = sum(map(cache._weight, cache.taken))
-        is_planned = num_tokens <= shared.kept._planned_tokens
+        tier, windows = engine.plan.fast_tier, engine.planner.memory.context.kv_shape.windows
+        window_bytes = [KVLayout(each.storage, cache.dtype).token_bytes for each in windows]
+        unit_bytes = cache.token_bytes or sum(window_bytes)
+        num_tokens = sum(bytes_of(each, cache, window_bytes) // unit_bytes for each in cache.taken)
+        is_planned = num_tokens * unit_bytes <= tier.kv_cache_bytes + tier.state_bytes
         assert is_planned or not cache.kept or shared.kept.prices
+
+
+def bytes_of(kv_range: KVRange, cache: KVCache, window_bytes: list[int]) -> int:
+    """Bytes of a sequence's keys and states that can be in use."""
+    num_states = 0 if kv_range.states is None else kv_range.states.num_held
+    windows = sum(window_bytes[index] * each.num_usable for index, each in kv_range.all_windows)
+    return cache.token_bytes * kv_range.num_usable + cache.snapshot_bytes * num_states + windows
 
 
 def converse(number: int, subjects: Subjects) -> Counter[str]:

@@ -93,7 +93,7 @@ def test_who_finds_no_room_beside_a_job_waits_for_it(case: Case) -> None:
     run(decoder, 1, finished)
     job = kv_cache.allocate(kv_cache.num_free_tokens)
     run(decoder, 300, finished)
-    assert decoder.has_work and not decoder.num_running and not finished
+    assert decoder.has_work and not decoder.running and not finished
     kv_cache.free(job)
     run(decoder, 1000, finished)
     alone, _ = make_decoder(case, Reuse.ON)
@@ -143,7 +143,7 @@ def test_several_answers_compute_their_prompt_once(case: Case) -> None:
     for request in (*requests, other):
         decoder.add(request)
     decoder.step()
-    assert decoder.num_running == 2  # the first, and what has nothing to wait for
+    assert len(decoder.running) == 2  # the first, and what has nothing to wait for
     finished: dict[int, Finished] = {}
     run(decoder, 1000, finished)
     resumed = [finished[request.id].num_resumed for request in (*requests, other)]
@@ -165,7 +165,7 @@ def test_room_is_taken_as_it_is_written(block_length: int, reuse: Reuse) -> None
         decoder.add(request)
     finished: dict[int, Finished] = {}
     run(decoder, 3, finished)
-    assert decoder.num_running == 2
+    assert len(decoder.running) == 2
     run(decoder, 100_000, finished)
     assert kv_cache.can_allocate(1024)
     for request in requests:
@@ -183,7 +183,7 @@ def test_the_sequence_that_came_last_pauses(case: Case) -> None:
     for request in requests:
         decoder.add(request)
     decoder.step()
-    while decoder.num_running == 2:
+    while len(decoder.running) == 2:
         decoder.step()
     assert {event.request for _ in range(3) for event in decoder.step()} == {requests[0].id}
     decoder.close()
@@ -195,7 +195,7 @@ def test_a_paused_request_can_be_cancelled() -> None:
     for request in requests:
         decoder.add(request)
     decoder.step()
-    while decoder.num_running == 2:
+    while len(decoder.running) == 2:
         decoder.step()
     assert decoder.cancel(requests[1].id) and not decoder.cancel(requests[1].id)
     assert decoder.cancel(requests[0].id) and not decoder.has_work

@@ -106,7 +106,7 @@ def watch(engine, decoder):
     reset_peak()
     events = run_pass(engine, decoder)
     peaks.append(peak_resident_bytes())
-    running.append(decoder.num_running)
+    running.append(len(decoder.running))
     if engine.moving is not None:
         held.append(engine.moving.held_bytes())
     return events

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from examples import examples
 from hypothesis import given
@@ -25,7 +27,7 @@ from lowtide.decode.request import Finished
 from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.errors import StorageError, UsageError
 from lowtide.files import kept_file
-from lowtide.files.kept_file import BORDER_BYTES, MAC_BYTES, FileHead, KeyLayout
+from lowtide.files.kept_file import BORDER_BYTES, MAC_BYTES, MODEL_BYTES, FileHead, KeyLayout
 from lowtide.files.own_folder import SECRET_BYTES, OwnFolder, own_secret
 from lowtide.files.stored_files import StoredFiles
 from lowtide.memory.kv_cache import KVCache
@@ -259,7 +261,7 @@ def test_a_range_that_moves_while_it_is_written_is_written(
         def moving(cache: KVCache, *arguments: Any) -> bool:
             if next(calls) == 3:
                 cache.free(blocked)
-                cache._compact()
+                cache.free(cache.allocate(cache.num_unused_tokens))  # where all of them adjoin
             return copy_kept(cache, *arguments)
 
         monkeypatch.setattr(KVCache, "copy_kept", moving)
@@ -367,12 +369,16 @@ def damaged(whole: dict[str, bytes], damage: Damage) -> bytes:
     return bytes(content)
 
 
+def head_of(num_tokens: int) -> FileHead:
+    return FileHead.of(bytes(MODEL_BYTES), "", np.zeros(num_tokens, np.int64), (), KEY)
+
+
 def is_proved(content: bytes, expected: bytes) -> bool:
     """Return True if the two differ only in zeros behind a MAC, which mean nothing."""
     if len(content) != len(expected):
         return False
     num_tokens = NUM_PROMPT + 7
-    parts = [range(kept_file._FACTS.size + 4 * num_tokens + MAC_BYTES)]
+    parts = [range(len(head_of(num_tokens).facts) + 4 * num_tokens + MAC_BYTES)]
     for tokens in LAYOUT.chunks(num_tokens):
         start = BORDER_BYTES + tokens.start // 16 * LAYOUT.stored_bytes(16)
         parts.append(range(start, start + len(tokens) * LAYOUT.token_bytes + MAC_BYTES))
@@ -420,8 +426,9 @@ def test_what_was_changed_is_told_once_and_never_believed(
 @examples(500)
 def test_any_bytes_are_a_head_or_refused(content: bytes, num_tokens: int) -> None:
     """Sizes are bounded before they are used."""
-    sizes = num_tokens, num_tokens % 7, num_tokens % 5
-    facts = kept_file._FACTS.pack(kept_file._MAGIC, b"", b"", *sizes, b"")
+    sizes = struct.pack("<3q", num_tokens, num_tokens % 7, num_tokens % 5)
+    facts = head_of(1000).facts.replace(struct.pack("<3q", 1000, 0, 0), sizes)
+    assert sizes in facts
     for head in (content, facts + content):
         with tempfile.TemporaryFile() as file:
             file.write(head)

@@ -91,7 +91,7 @@ class Beside:
 
     def _lineage(self, name: int, segment: Segment, fed: IntArray) -> KVRange:
         """Where the twin has a request's keys, which are the bits that the model has."""
-        [known] = [s.tokens for s in self.decoder._running if s.request.id == name]
+        [known] = [s.tokens for s in self.decoder.running if s.request.id == name]
         own = self._newest.get(name)
         if own is None or own.held != (segment.kv, segment.kv.num_kept):
             if own is not None:  # it was paused

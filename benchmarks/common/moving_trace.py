@@ -178,7 +178,7 @@ class _Run:
                 time.process_time() - cpu_s,
                 stats.read_bytes - read_bytes,
                 peak_resident_bytes(),
-                self._decoder.num_running,
+                len(self._decoder.running),
             )
         )
 

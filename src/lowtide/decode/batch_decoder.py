@@ -91,9 +91,9 @@ class BatchDecoder(Generic[S, C]):
         return bool(wanted) and (is_beyond or not self._has_room(wanted[0]))
 
     @property
-    def num_running(self) -> int:
-        """Number of sequences with room in the KV cache."""
-        return len(self._running)
+    def running(self) -> Sequence[S]:
+        """The sequences with room in the KV cache."""
+        return tuple(self._running)
 
     @property
     def taking_part(self) -> Sequence[Request]:
