@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import json
 import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from lowtide.errors import StorageError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.lab.calibrate import (
     AUTOREGRESSIVE,
-    _EarlyGates,
+    GateRecord,
     calibrate,
     foresee,
     learn,
@@ -45,13 +47,14 @@ from lowtide.lab.calibration_report import (
     token_share,
     weigh_budgets,
 )
+from lowtide.lab.gate_inputs import EarlyGates
 from lowtide.lab.simulation.foresight import measured_accuracy
 from lowtide.lab.simulation.simulator import simulate
 from lowtide.model_writing.synth import synth
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.recipe import PolicyInputs
 from lowtide.record import recorded
-from lowtide.replay.calibration import GATES, Calibration, GateAccuracy, default_path
+from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, GateAccuracy, default_path
 from lowtide.replay.trace import TraceShape, TraceWriter
 
 SHAPE = TraceShape(3, 8, 2, 4, 6)
@@ -181,12 +184,19 @@ def test_true_features_give_the_true_routing(
     with LLM(models / family, **options) as llm:
         prompts, _ = split(llm, TOKEN_IDS, 4)
         features = observe(llm, prompts[:1], AUTOREGRESSIVE.new_tokens)
-        layers = llm.config.num_moe_layers
-        gates = _EarlyGates(llm, np.zeros((layers - 1, llm.config.hidden_size), np.float32))
-        for index in range(layers):
+        layers, step = llm.config.num_moe_layers, Step(StepKind.DECODE, 0)
+        residual = np.zeros((layers - 1, llm.config.hidden_size), np.float32)
+        for index in range(1, layers):
+            gates = EarlyGates(llm, residual)
             for one in features.passes:
                 x, experts = one[index]
-                assert torch.equal(gates._route(index, x), experts)
+                routing = Routing(experts, torch.empty(0))
+                for layer in range(index + 1):  # as if features were the same from the first on
+                    gates.saw_layer(layer, step, x, routing, x)
+                for predicted in gates.predicted.values():
+                    counts = torch.bincount(experts.reshape(-1), minlength=len(predicted[-1][0]))
+                    assert predicted[-1][index].tolist() == counts.tolist()
+            assert (gates.routed[:, index - 1] == 1).all()
 
 
 def test_equal_texts_give_equal_calibrations(models: Path, tmp_path: Path) -> None:
@@ -480,20 +490,27 @@ def test_what_cannot_be_calibrated_is_refused(models: Path, tmp_path: Path) -> N
         assert result.stderr.startswith("lowtide: ") and reason in result.stderr
 
 
-def test_the_benchmark_ranks_predictors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_ranks_predictors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
     prefetch = importlib.import_module("prefetch")
-    known = make_calibration()
-    setting = PolicyInputs(
-        [0] * 3, 8, COSTS, following=known.following, options={"num_prefetch": 8}
-    )
+    known, out = make_calibration(), tmp_path / "out"
     truth = list(known.trace.hits())
     predicted = {Gate.RAW: truth, Gate.RESIDUAL: [np.roll(hits, 1, axis=1) for hits in truth]}
-    run = prefetch.Run(known.trace, predicted, known.accuracy, measured_accuracy(known), setting)
+    found = GateRecord(known.trace, predicted, known.accuracy)
+    monkeypatch.setattr(prefetch, "LLM", lambda model: nullcontext())
+    monkeypatch.setattr(prefetch, "text_for", lambda name: "")
+    monkeypatch.setattr(prefetch, "split", lambda llm, text, num: ([[0]] * num, [[0]] * num))
+    monkeypatch.setattr(prefetch, "learn", lambda *_: (known.trace, known.residual))
+    monkeypatch.setattr(prefetch, "foresee", lambda *_: found)
+    monkeypatch.setattr(sys, "argv", ["prefetch.py", "--model", "any", "--out", str(out)])
+    prefetch.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
     shares = {
-        name: prefetch._top_shares(run, make(setting)).tolist()
-        for name, make in prefetch.PREDICTORS.items()
+        row["predictor"]: [row[f"top_{n}"] for n in TOP_SIZES]
+        for row in rows
+        if row["what"] == "accuracy"
     }
+    assert shares.keys() == prefetch.PREDICTORS.keys()
     assert shares["raw gate"] == pytest.approx([1.0] * 4)
-    assert all(0 <= min(tops) <= max(tops) <= 1 + 1e-9 for tops in shares.values())
+    assert all(0 <= min(tops) <= max(tops) <= 1 for tops in shares.values())
     assert shares["residual gate"][0] < 1

@@ -16,7 +16,7 @@ from policy_facts import make_facts
 
 from lowtide.core import Costs, Curve, Demand, Facts, FloatArray, IntArray, Step, StepKind
 from lowtide.experts.rows import Routing
-from lowtide.lab.calibrate import _ResidualMean
+from lowtide.lab.gate_inputs import ResidualMean
 from lowtide.policies.catalogue import dali_sizes
 from lowtide.policies.placement import DaliWindow
 from lowtide.policies.prefetch import Ahead, Residual
@@ -151,7 +151,7 @@ def test_residuals_and_what_they_prefetch() -> None:
     for draw in draws():
         num_layers, num_rows = int(draw.integers(2, 5)), draw.integers(1, 6, 3).tolist()
         inputs = [torch.tensor(draw.normal(size=(num_layers, n, 4))) for n in num_rows]
-        mean, routing = _ResidualMean(num_layers, 4), Routing(torch.empty(0), torch.empty(0))
+        mean, routing = ResidualMean(num_layers, 4), Routing(torch.empty(0), torch.empty(0))
         for one in inputs:
             for layer, x in enumerate(one.float()):
                 mean.saw_layer(layer, Step(StepKind.DECODE, 0), x, routing, x)

@@ -16,27 +16,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from lowtide.core import FloatArray, IntArray, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer
 from lowtide.lab.buddies import AS_COUNTED, CoActivations, ProfileChoices, needed_tokens
+from lowtide.lab.gate_inputs import EarlyGates, ResidualMean
 from lowtide.lab.input_squares import InputSquares
 from lowtide.lab.simulation.simulator import calibrate as count_activations
-from lowtide.layers.batch import KVRange, Segment
 from lowtide.llm import LLM
-from lowtide.memory.workspace import Workspace
 from lowtide.model_folder.tokenizer import NO_TOKENIZER
 from lowtide.params import SamplingParams
 from lowtide.policies.prefetch import Gate
 from lowtide.progress import Progress, no_progress
 from lowtide.record import Recorder
-from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, GateAccuracy
+from lowtide.replay.calibration import TOP_SIZES, Calibration, GateAccuracy
 from lowtide.replay.trace import Trace, TraceShape
 
 NUM_PIECES = 16
@@ -143,7 +140,7 @@ def learn(
     beside, experts: further observers. A residual vector is the mean over all rows of the next MoE
     layer's gate input less this one's, both after their norms (DALI, Eq. 10).
     """
-    mean = _ResidualMean(*llm.config.moe_shape[:1], llm.config.hidden_size)
+    mean = ResidualMean(*llm.config.moe_shape[:1], llm.config.hidden_size)
     observers = (mean, *beside)
     trace = _run(llm, prompts, model, observers, "calibrating", progress, experts)
     return trace, mean.vectors()
@@ -157,7 +154,7 @@ def foresee(
     progress: Progress = no_progress,
 ) -> GateRecord:
     """Run every layer's gate one layer early during the prompts and their answers."""
-    gates = _EarlyGates(llm, residual)
+    gates = EarlyGates(llm, residual)
     trace = _run(llm, prompts, model, (gates,), "testing", progress)
     return GateRecord(trace, gates.predicted, _accuracy(trace, gates))
 
@@ -173,85 +170,6 @@ def top_share(score: IntArray | FloatArray, hits: IntArray, num_top: int) -> flo
     chosen = chosen[score[chosen] > 0]
     least = max(1, int(np.sort(hits)[-num_top]))
     return int((hits[chosen] >= least).sum()) / min(num_top, int((hits > 0).sum()))
-
-
-class _ResidualMean:
-    """The mean difference between the gate inputs of MoE layers that follow each other."""
-
-    def __init__(self, num_layers: int, hidden_size: int) -> None:
-        self._sum = np.zeros((num_layers - 1, hidden_size))
-        self._num_rows = 0
-        self._last = torch.empty(0)
-
-    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
-        if layer:
-            self._sum[layer - 1] += (x.float() - self._last).sum(0).cpu().numpy()
-        else:
-            self._num_rows += len(x)
-        self._last = x.to(torch.float32, copy=True)
-
-    def vectors(self) -> NDArray[np.float32]:
-        return (self._sum / self._num_rows).astype(np.float32)
-
-
-class _EarlyGates:
-    """Runs each layer's router one layer early, on raw features and with the residual added.
-
-    As `experts/early_gate.py` does, with the choice of each token kept.
-    """
-
-    def __init__(self, llm: LLM, residual: NDArray[np.float32]) -> None:
-        self._routers = llm.routers
-        self._residual = torch.from_numpy(residual)
-        self._num_experts = llm.config.moe.num_experts
-        self._features: list[Tensor] = []  # of the layer before, by gate
-        self._experts: list[Tensor] = []  # predicted for this layer, by gate: [rows, k]
-        self._num_rows = 0
-        num_predicted = len(self._routers) - 1
-        self._num_routed = np.zeros((len(GATES), num_predicted))
-        self._cosine = np.zeros((len(GATES), num_predicted))
-        self.predicted: dict[Gate, list[IntArray]] = {Gate(name): [] for name in GATES}
-
-    @property
-    def routed(self) -> NDArray[np.float64]:
-        """Share of each token's experts that were predicted. [2, layers - 1]."""
-        return self._num_routed / self._num_rows
-
-    @property
-    def cosine(self) -> NDArray[np.float64]:
-        """Mean cosine of the features used and the true ones. [2, layers - 1]."""
-        return self._cosine / self._num_rows
-
-    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
-        if layer == 0:
-            self._num_rows += len(x)
-            for passes in self.predicted.values():
-                passes.append(np.zeros((len(self._routers), self._num_experts), np.int64))
-        else:
-            self._judge(layer, x, routing.experts)
-        if layer + 1 < len(self._routers):
-            self._features = [x.clone(), x + self._residual[layer].to(x)]
-            self._experts = [self._route(layer + 1, features) for features in self._features]
-
-    def _judge(self, layer: int, x: Tensor, experts: Tensor) -> None:
-        for gate, (name, features, early) in enumerate(
-            zip(GATES, self._features, self._experts, strict=True)
-        ):
-            is_foreseen = (experts[:, :, None] == early[:, None, :]).any(2)
-            self._num_routed[gate, layer - 1] += float(is_foreseen.float().mean(1).sum())
-            cosines = cosine_similarity(features.float(), x.float(), dim=1)
-            self._cosine[gate, layer - 1] += float(cosines.sum())
-            counts = torch.bincount(early.reshape(-1), minlength=self._num_experts)
-            self.predicted[Gate(name)][-1][layer] = counts.cpu().numpy()
-
-    def _route(self, layer: int, features: Tensor) -> Tensor:
-        # One sequence runs, and its passes begin where a block does: so do routing windows.
-        num_rows = len(features)
-        segment = Segment(0, num_rows, 0, num_rows, KVRange(0, num_rows))
-        # A router's input and its logits, in float32, each on a 64-byte boundary.
-        num_bytes = 4 * num_rows * (features.shape[1] + self._num_experts) + 2 * 64
-        room = torch.empty(num_bytes, dtype=torch.uint8, device=features.device)
-        return self._routers[layer].within(Workspace(room)).route(features, (segment,)).experts
 
 
 class _Observers:
@@ -285,7 +203,7 @@ def _run(
     return recorder.writer.trace()
 
 
-def _accuracy(trace: Trace, gates: _EarlyGates) -> GateAccuracy:
+def _accuracy(trace: Trace, gates: EarlyGates) -> GateAccuracy:
     hits = trace.hits()[:, 1:]  # [passes, layers - 1, experts]
     top = np.zeros((*gates.routed.shape, len(TOP_SIZES)))
     for gate, passes in enumerate(gates.predicted.values()):
