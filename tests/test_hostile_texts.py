@@ -322,7 +322,6 @@ def test_ids_of_pieces_are_those_of_the_whole(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_pieces, "PIECE_CHARS", size)
         patch.setattr(tokenizer, "PIECE_CHARS", size)
-        patch.setattr(text_pieces, "_STEP", max(1, size // 3))
         assert vocabulary.encode(text, add_special=add_special) == whole
         assert vocabulary.places(text, add_special=add_special) == places
         if len(text) > size and whole:
@@ -350,15 +349,40 @@ def test_texts_full_of_added_tokens_are_cut_behind_them(name: str) -> None:
         assert vocabulary.encode(text, add_special=False) == ids
 
 
-def test_words_of_many_scripts_end() -> None:
-    for first, last in text_pieces._SCRIPTS:
-        for letter in map(chr, range(ord(first), ord(last) + 1)):
-            assert unicodedata.category(letter).startswith("L")
-            assert unicodedata.normalize("NFC", letter) == letter
-        text = f"{first}{last} " * 9000
-        for name in ("demo autoregressive", "gpt-2", "qwen2"):
-            pieces = pieces_of(VOCABULARIES[name])(text)
-            assert max(len(piece) for _, piece in pieces) <= text_pieces.PIECE_CHARS
+@pytest.mark.parametrize("name", ["demo autoregressive", "gpt-2", "qwen2"])
+def test_words_of_many_scripts_end(name: str) -> None:
+    pieces_of_text = pieces_of(VOCABULARIES[name])
+    words = (
+        *("\u00e9\u01a1", "\u1ea0\u1ef9", "\u0391\u03ce", "\u0416\u044f"),  # Latin, Greek, Cyrillic
+        *(
+            "\u0561\u0586",
+            "\u10d0\u10f0",
+            "\u05d0\u05ea",
+            "\u0628\u064a",
+        ),  # from Armenian to Arabic
+        *("\u0915\u0939", "\u0995\u09a8", "\u0bae\u0bb9", "\u0e01\u0e19", "\u1208\u1246"),
+        *("\u3041\u30f6", "\u4e00\u9fa5", "\uac00\ud7a3"),
+    )
+    for word in words:
+        pieces = pieces_of_text(f"{word} " * 9000)
+        assert max(len(piece) for _, piece in pieces) <= text_pieces.PIECE_CHARS, word
+
+
+@pytest.mark.parametrize("name", ["demo autoregressive", "gpt-2", "qwen2"])
+def test_texts_are_cut_behind_letters_alone_that_no_normal_form_changes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces_of_text = pieces_of(VOCABULARIES[name])
+    monkeypatch.setattr(text_pieces, "PIECE_CHARS", 2)
+    behind = {
+        letter
+        for letter in map(chr, range(0x10000))
+        if len(list(pieces_of_text(f"{letter} {letter}"))) > 1
+    }
+    assert len(behind) > 30_000
+    for letter in behind - set("0123456789"):
+        assert unicodedata.category(letter).startswith("L"), letter
+        assert unicodedata.normalize("NFC", letter) == letter
 
 
 @pytest.mark.parametrize(

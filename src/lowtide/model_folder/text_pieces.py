@@ -141,9 +141,9 @@ class TextPieces:
 
         This is the last place within `PIECE_CHARS`, or else the first after it.
         """
-        end = start + PIECE_CHARS
-        for low in range(end - _STEP, start, -_STEP):
-            if found := self._free(text, max(low, start + 1), low + _STEP):
+        end, step = start + PIECE_CHARS, max(1, PIECE_CHARS // _STEPS)
+        for low in range(end - step, start, -step):
+            if found := self._free(text, max(low, start + 1), low + step):
                 return found[-1]
         while end < len(text):
             if found := self._free(text, end, end + PIECE_CHARS):
@@ -170,7 +170,7 @@ class TextPieces:
         return not any(token in around for token in self._added)
 
 
-_STEP = 1 << 10
+_STEPS = 16  # in which a piece is searched, from its end, for a place to cut
 
 
 def _word_ends(backend: tokenizers.Tokenizer) -> _Places | None:
