@@ -28,7 +28,6 @@ from whole import wait_until
 
 from lowtide import AsyncLLM
 from lowtide.cli.app import app
-from lowtide.cli.batch import _signals
 from lowtide.errors import LowtideError, StorageError, UsageError
 from lowtide.policies.presets import unregister
 from lowtide.serve import batch as answering_module
@@ -310,10 +309,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from lowtide.cli.main import main
 main()
 """
+IGNORING = HEARING.replace("SIG_DFL", "SIG_IGN")
 
 
-def start(source: Path, target: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", HEARING, "batch", DEMO, "-i", source, "-o", target]
+def start(
+    source: Path, target: Path, *arguments: str, code: str = HEARING
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, "batch", DEMO, "-i", source, "-o", target]
     return subprocess.Popen([*command, *FLOAT32, *arguments], stderr=subprocess.PIPE, text=True)
 
 
@@ -395,21 +397,15 @@ def test_a_signal_before_the_model_is_loaded(number: signal.Signals, tmp_path: P
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
+def test_a_signal_that_is_ignored_stays_so(number: signal.Signals, tmp_path: Path) -> None:
     """As under nohup, and behind `&` in a script."""
-
-    async def run() -> None:
-        with _signals() as heard:
-            os.kill(os.getpid(), number)
-            await asyncio.sleep(0)
-            assert not heard.number
-
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        asyncio.run(run())
-        assert signal.getsignal(number) is signal.SIG_IGN
-    finally:
-        signal.signal(number, before)
+    source, target = written(tmp_path / "in.jsonl", sums(40)), tmp_path / "out.jsonl"
+    code = IGNORING.replace("SIGHUP", number.name)
+    with start(source, target, "--at-once", "1", code=code) as process:
+        wait_until(lambda: num_lines(target) > 0)
+        process.send_signal(number)
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0 and len(answers(target)) == 40
 
 
 class FullDisk(BytesIO):
@@ -566,17 +562,19 @@ def test_what_may_pass_is_tried_three_times(
 ) -> None:
     tries: dict[str, int] = {}
 
-    async def posted(app: object, path: str, body: bytes) -> tuple[int, bytes]:
-        name = json.loads(body)["messages"][0]["content"]
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        name = json.loads((await receive())["body"])["messages"][0]["content"]
         tries[name] = tries.get(name, 0) + 1
+        found, body = 200, b'{"choices": []}'
         if name == "never" or tries[name] < 3:
-            return status, b'{"error": {"message": "not now"}}'
-        return 200, b'{"choices": []}'
+            found, body = status, b'{"error": {"message": "not now"}}'
+        await send({"type": "http.response.start", "status": found, "headers": []})
+        await send({"type": "http.response.body", "body": body})
 
     async def sleep(delay_s: float) -> None:
         pass
 
-    monkeypatch.setattr(answering_module, "_posted", posted)
+    monkeypatch.setattr(answering_module, "build_app", lambda service: app)
     monkeypatch.setattr(answering_module.asyncio, "sleep", sleep)
     made = run_lines(llm, [line("a", "third"), line("b", "never")], at_once=1)
     assert tries == {"third": 3, "never": 3}

@@ -792,8 +792,10 @@ def test_streams_may_be_closed(closed: str, said: str, tmp_path: Path) -> None:
 def test_closed_streams_are_opened_by_their_own_numbers() -> None:
     code = (
         "import os, sys\n"
-        "from lowtide.cli.main import _open_closed_streams\n"
-        "_open_closed_streams()\n"
+        "from lowtide.cli.main import main\n"
+        "sys.argv = ['lowtide', 'no-such-verb']\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
         "found = [os.fstat(n).st_rdev == os.stat(os.devnull).st_rdev for n in range(3)]\n"
         "read = sys.stdin.read()\n"
         "print('lost'); print('lost', file=sys.stderr)\n"

@@ -38,7 +38,7 @@ from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu import building, library
-from lowtide.kernels.cpu.compiler import _telling_line, find_compiler
+from lowtide.kernels.cpu.compiler import find_compiler
 from lowtide.kernels.cpu.few_rows import FewRows
 from lowtide.kernels.cpu.library import load_kernels, load_library
 from lowtide.kernels.cpu.packed import PackedOperators
@@ -712,15 +712,36 @@ def test_a_cache_that_cannot_be_written(source: Path, cache: Path) -> None:
         load_library(source)
 
 
-def test_a_compiler_s_complaint_is_its_first_error_alone(tmp_path: Path) -> None:
-    """A full disk made some twenty lines of it, of which the last ones said nothing."""
-    said = (
-        b"a.cpp: note: in c\na.cpp:1: error: No space left \x1b[1m\n   1 | }\nb.cpp: error: too\n"
+FULL = b"a.cpp: note: in c\na.cpp:1: error: No space left \x1b[1m\n   1 | }\nb.cpp: error: too\n"
+"""A full disk made some twenty lines of it, of which the last ones said nothing."""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (FULL + b"compilation terminated.\n" * 30, "a.cpp:1: error: No space left \\x1b[1m."),
+        (b"cc: gone.\n", "cc: gone."),
+        (b"", "it did not say why."),
+    ],
+)
+def test_a_compiler_s_complaint_is_its_first_error_alone(
+    said: bytes,
+    told: str,
+    source: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "said").write_bytes(said)
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\ntest "$1" = --version && exit\ncat {tmp_path}/said >&2\nexit 1\n'
     )
-    said_more = said + b"compilation terminated.\n" * 30
-    assert _telling_line(said_more) == "a.cpp:1: error: No space left \\x1b[1m"
-    assert _telling_line(b"cc: gone.\n") == "cc: gone"
-    assert _telling_line(b"") == "it did not say why"
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    with pytest.raises(UnsupportedError) as caught:
+        load_library(source)
+    assert str(caught.value).endswith(f" failed: {told}")
 
 
 def test_a_compiler_complains_in_the_language_that_is_read(

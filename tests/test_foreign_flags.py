@@ -25,7 +25,6 @@ from lowtide.cli.foreign_flags import FLAGS, VERBS, Verb
 from lowtide.cli.live import LiveView
 from lowtide.cli.options import OPTIONS, resolve
 from lowtide.cli.verbs import OWN_VERBS
-from lowtide.lab.verbs.verify import _verdict_line
 from lowtide.lab.verify import Verdict
 
 DEMO = "demo:autoregressive"
@@ -238,18 +237,18 @@ def test_plan_says_that_a_chat_template_is_applied(tmp_path: Path) -> None:
 def test_a_narrower_terminal_leaves_no_old_lines() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=60, height=20, legacy_windows=False)
-    with LiveView(console, None, 0) as view:
-        view._pending = "x" * 150  # lines of 60, 60 and 30 cells
-        view._draw(is_due=True)
+    tokenizer: Any = object()  # else ids are shown
+    with LiveView(console, tokenizer, 0) as view:
+        view.commit([], "x" * 150)  # lines of 60, 60 and 30 cells
         file.truncate(0)
         console.width = 25  # which are 3, 3 and 2 now
-        view._draw(is_due=True)
+        view.commit([], "")
         assert file.getvalue().count("\x1b[1A") == 3 + 3 + 2 - 1
         file.truncate(0)
         console.width = 60
-        view._draw(is_due=True)
+        view.commit([], "")
         assert file.getvalue().count("\x1b[1A") == 6 - 1  # lines that end stay as they are
-        view._pending = ""
+        view.finish("")
 
 
 @pytest.mark.parametrize("verb", ["plan", "generate"])
@@ -280,11 +279,16 @@ def test_an_argument_may_be_named_as_its_place_is() -> None:
     assert "trace is missing" in run("simulate", "trace", "--policy", "lru").stderr
 
 
-def test_verify_ends_with_one_line() -> None:
+def test_verify_ends_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [Verdict("cpu", policy, b, 0, 3, 0.0) for policy in ("lru", "tide") for b in (1, 2)]
-    assert _verdict_line(runs) == "verdict: the same bit for bit (4 runs, 2 budgets, 2 policies)"
-    wrong = Verdict("cpu", "dali", 1 << 20, 0, 3, 0.0, largest_layer_difference=0.5, first_layer=1)
-    line = _verdict_line([*runs, wrong])
-    assert (
-        line.startswith("verdict: NOT the same in 1 of 5 runs") and "dali on cpu at 1.0 MiB" in line
+    monkeypatch.setattr("lowtide.lab.verify.verify", lambda *_, **__: runs)
+    ended = run("verify", DEMO)
+    same = "verdict: the same bit for bit (4 runs, 2 budgets, 2 policies)"
+    assert ended.exit_code == 0 and ended.stdout.splitlines()[-1] == same
+    runs.append(
+        Verdict("cpu", "dali", 1 << 20, 0, 3, 0.0, largest_layer_difference=0.5, first_layer=1)
     )
+    ended = run("verify", DEMO)
+    line = ended.stdout.splitlines()[-1]
+    assert ended.exit_code == 1 and line.startswith("verdict: NOT the same in 1 of 5 runs")
+    assert "dali on cpu at 1.0 MiB" in line

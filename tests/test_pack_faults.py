@@ -20,6 +20,7 @@ from test_regular_file import a_device, a_folder, a_link_to_itself, a_pipe, a_so
 from lowtide.errors import LowtideError, StorageError, UsageError
 from lowtide.llm import plan_model
 from lowtide.model_writing.pack import pack
+from lowtide.model_writing.pack_folder import reserved
 from lowtide.model_writing.synth import synth
 from lowtide.reading import file_reader
 
@@ -185,15 +186,17 @@ def test_notes_stay_when_a_packing_goes_on(
     with files_of_at_most(0), pytest.raises(StorageError):
         pack(original, tmp_path, format="q4")
     assert contents(pack(original, tmp_path, format="q4")) == packed
-    for path in tmp_path.iterdir():
-        path.unlink()
-    monkeypatch.setattr("lowtide.model_writing.pack._notes", lambda *_: {"source": "short"})
-    with (
-        files_of_at_most(0),
-        pytest.raises(StorageError, match="cannot be written: File too large"),
-    ):
-        pack(original, tmp_path, format="q4")
-    assert not list(tmp_path.iterdir())
+
+
+def test_notes_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
+    for notes in ({}, {"source": "short"}, {"source": "long" * 10_000}):
+        with (
+            files_of_at_most(0),
+            pytest.raises(StorageError, match="cannot be written: File too large"),
+            reserved(tmp_path, notes, 0),
+        ):
+            raise AssertionError("it was reserved")
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_with_too_long_a_name_is_told(original: Path, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from lowtide import LLM
+from lowtide.decode.forced import ForcedText
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.lab.quality import QualityWork, quality
-from lowtide.lab.quality_choices import NUM_MASKS, Questions
+from lowtide.lab.quality_choices import NUM_MASKS, ChoiceScores, Questions
 from lowtide.lab.quality_questions import (
     MAX_CHOICES,
     MAX_QUESTION_CHARS,
@@ -33,6 +34,24 @@ def questions(model: str, asked: list[ChoiceQuestion], context: int = 128) -> Qu
     opened = open_model(model, EngineConfig(context=context))
     facts = opened.facts
     return Questions(asked, facts.tokenizer, facts.config, opened.memory.context.num_tokens)
+
+
+class Watched:
+    """A model, or none that finds anything, that keeps the texts which it is given to read."""
+
+    def __init__(self, llm: LLM | None) -> None:
+        self._llm = llm
+        self.texts: list[ForcedText] = []
+
+    def read(self, text: ForcedText, see: Any) -> None:
+        self.texts.append(text)
+        if self._llm is not None:
+            self._llm.read(text, see)
+
+
+def scored(made: Questions, llm: LLM | None) -> tuple[ChoiceScores, list[ForcedText]]:
+    watched: Any = Watched(llm)
+    return made.score(watched, "", lambda *_: None), watched.texts
 
 
 def test_an_autoregressive_choice_is_the_sum_of_its_tokens() -> None:
@@ -72,12 +91,12 @@ def test_an_autoregressive_choice_is_the_sum_of_its_tokens() -> None:
 def test_a_diffusion_choice_is_its_mean_over_parts_hidden() -> None:
     made = questions("demo:diffusion", [FOR])
     with LLM("demo:diffusion", context=128, dtype="float32") as llm:
-        [found] = made.score(llm, "", lambda *_: None).log_likelihood
+        scores, texts = scored(made, llm)
+        [found] = scores.log_likelihood
         mask_id = llm.config.decoding.mask_token_id
-        [encoded] = made._encoded
-        for place, (choice, value) in enumerate(zip(encoded, found, strict=True)):
-            text = made._text(choice, (0, place))
-            ids, num_context = np.asarray(choice.token_ids), choice.num_context
+        for choice, text, value in zip(FOR.choices, texts, found, strict=True):
+            ids, num_context = np.asarray(text.token_ids), text.num_context
+            assert llm.tokenizer.decode(ids[num_context:].tolist()).endswith(choice)
             assert len(ids) < 32 and len(text.masks) == NUM_MASKS
             wanted = 0.0
             for mask in text.masks:
@@ -93,9 +112,9 @@ def test_a_diffusion_choice_is_its_mean_over_parts_hidden() -> None:
 def test_long_contexts_lose_their_beginning_and_short_ones_are_refused() -> None:
     long = ChoiceQuestion("import os\n" * 60, ("import", "x = 1\n"), 0)
     made = questions("demo:chat", [long], context=64)
-    assert all(one.is_cut and len(one.token_ids) == 64 for one in made._encoded[0])
     with LLM("demo:chat", context=64) as llm:
-        assert made.score(llm, "", lambda *_: None).num_cut == 1
+        scores, texts = scored(made, llm)
+    assert scores.num_cut == 1 and [len(text.token_ids) for text in texts] == [64, 64]
     with pytest.raises(UsageError, match="it takes 2"):
         questions("demo:chat", [ChoiceQuestion("a", ("b", "c"), 0)])
     with pytest.raises(PlanError, match="raise --context"):
@@ -149,7 +168,8 @@ def test_files_of_questions(tmp_path: Path) -> None:
 def test_a_context_of_one_huge_line_is_cut_as_any_other(tmp_path: Path, context: str) -> None:
     path = write(tmp_path / "q", {"context": context, "choices": ["import", "x = 1"], "answer": 0})
     made = questions("demo:chat", read_questions(path), context=64)
-    assert all(one.is_cut and len(one.token_ids) == 64 for one in made._encoded[0])
+    scores, texts = scored(made, None)
+    assert scores.num_cut == 1 and [len(text.token_ids) for text in texts] == [64, 64]
 
 
 def test_logits_stay_what_they_were() -> None:

@@ -108,18 +108,25 @@ def test_without_buddies_or_substitutions_there_is_no_curve(model: Path, tmp_pat
     assert done.exit_code == 2 and "calibrate --buddies" in done.stderr.replace("\n", " ")
 
 
-def test_what_was_measured_is_shown_though_there_is_no_curve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With all experts in memory none is replaced, which is known in the end alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    text, path = tmp_path / "text.txt", tmp_path / "c.lowtide"
-    text.write_text("import os\n" * 400)
+@pytest.fixture(scope="module")
+def of_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calibration of the demo, with buddies."""
+    path = tmp_path_factory.mktemp("demo") / "c.lowtide"
     with LLM("demo:chat", context=128) as llm:
         ids = np.random.default_rng(2).integers(3, llm.config.vocab_size, 700).tolist()
         calibrate(llm, ids, "m", num_pieces=4, buddies=True).save(path)
+    return path
+
+
+def test_what_was_measured_is_shown_though_there_is_no_curve(
+    of_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all experts in memory none is replaced, which is known in the end alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n" * 400)
     asked = ["quality", "demo:chat", "--text", str(text), "--tokens", "60", "--window", "96"]
-    asked += ["--context", "128", "--repeats", "0", "--calibration", str(path), "--save-curve"]
+    asked += ["--context", "128", "--repeats", "0", "--calibration", str(of_demo), "--save-curve"]
     for more, shown in (([], "perplexity"), (["--json"], '"curve_path":null')):
         done = CliRunner().invoke(app, [*asked, *more])
         assert done.exit_code == 2 and "No setting replaced an expert" in done.stderr
@@ -130,7 +137,7 @@ def test_what_was_measured_is_shown_though_there_is_no_curve(
 def test_what_was_measured_is_kept_and_shown_though_there_is_no_picture(
     error: Exception,
     report: QualityReport,
-    calibration: Path,
+    of_demo: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,10 +145,11 @@ def test_what_was_measured_is_kept_and_shown_though_there_is_no_picture(
         raise error
 
     kept = tmp_path / "kept"
-    kept.write_bytes(calibration.read_bytes())
-    monkeypatch.setattr("lowtide.lab.verbs.quality._measured", lambda *_: (report, kept))
+    kept.write_bytes(of_demo.read_bytes())
+    monkeypatch.setattr("lowtide.lab.quality.quality", lambda *_, **__: report)
     monkeypatch.setattr("lowtide.lab.quality_plot.plot", fails)
     asked = ["quality", "demo:chat", "--text", __file__, "--plot", str(tmp_path / "picture.svg")]
+    asked += ["--context", "128", "--window", "96", "--calibration", str(kept), "--save-curve"]
     for more, shown in (([], "perplexity"), (["--json"], f'"curve_path":"{kept}"')):
         done = CliRunner().invoke(app, [*asked, *more])
         assert done.exit_code and shown in done.stdout.replace(" ", ""), done.stdout
