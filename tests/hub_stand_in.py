@@ -222,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
             "modelId": repo_id,
             "sha": commit,
             "siblings": [
-                {"rfilename": n, "size": size, "blobId": _blob_id(n), **lfs}
+                {"rfilename": n, "size": size, "blobId": blob_id(n), **lfs}
                 for n, size, lfs in files
             ],
         }
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
             hub.change_listing(answer)
         if "/tree/" in path:
             answer = [
-                {"type": "file", "path": n, "size": size, "oid": _blob_id(n), **lfs}
+                {"type": "file", "path": n, "size": size, "oid": blob_id(n), **lfs}
                 for n, size, lfs in files
             ]
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
@@ -252,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b"", {"X-Error-Code": code})
         content, headers = repo.files[name], {"X-Repo-Commit": repo.commits[revision]}
         if not is_large(name):
-            headers["ETag"] = f'"{_blob_id(name)}"'
+            headers["ETag"] = f'"{blob_id(name)}"'
             return self._send_content(content, headers, fault)
         headers["X-Linked-Etag"] = f'"{hub.digest(repo_id, name)}"'
         headers["X-Linked-Size"] = str(content.num_bytes)
@@ -299,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _blob_id(name: str) -> str:
+def blob_id(name: str) -> str:
     return hashlib.sha1(name.encode()).hexdigest()
 
 

@@ -252,7 +252,7 @@ class _Functions(TorchFunctionMode):
             CudaTensor(this.elements[index]).fill_(value)
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
     """Queues operators on GPU tensors; views are made at once."""
 
     def __init__(self, gpu: LateGpu) -> None:
@@ -295,7 +295,7 @@ class _Operators(TorchDispatchMode):
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """New tensors, of the shapes that the operator would give; their elements come later."""
         meta_args, meta_kwargs = tree_map(_on_meta, (args, kwargs))
-        results = tree_map(_garbage, func(*meta_args, **meta_kwargs))
+        results = tree_map(garbage, func(*meta_args, **meta_kwargs))
 
         def work() -> None:
             found = tree_iter(func(*args, **kwargs))
@@ -387,7 +387,7 @@ def _on_meta(leaf: Any) -> Any:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
-def _garbage(leaf: Any) -> Any:
+def garbage(leaf: Any) -> Any:
     """Memory as a GPU hands it out."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -457,9 +457,9 @@ def late_cuda(
         serve = Worker.serve
 
         def serve_late(worker: Worker) -> None:  # modes belong to a thread
-            with _Operators(gpu), _Functions(gpu):
+            with Operators(gpu), _Functions(gpu):
                 serve(worker)
 
         patches.setattr(Worker, "serve", serve_late)
-        with _Operators(gpu), _Functions(gpu):
+        with Operators(gpu), _Functions(gpu):
             yield gpu

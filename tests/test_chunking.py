@@ -17,11 +17,11 @@ from whole import planner_of
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning import planner as counting
 from lowtide.engine.planning.planner import EVERY_KIND, Planner
+from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.errors import InternalError, PlanError
 from lowtide.families import families
-from lowtide.kernels.row_statistics import Form
+from lowtide.kernels.row_statistics import Guidance, Wanted
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.memory import chunking
 from lowtide.memory.arena import HUGE_PAGE_BYTES
@@ -172,7 +172,12 @@ def registered_graph(planner: Planner, counts: Counts, chunks: Mapping[str, int]
         segments.append(Segment(counts.block, counts.tokens, 0, num_others, others))
     registrar = Registrar(chunks)
     model, hidden = planner.run_forward(registrar, segments)
-    counting._run_head(model, hidden, counts.logit_rows, counts.asked, Form.FUSED)
+    rows = torch.empty(counts.logit_rows, dtype=torch.int64, device="meta")
+    guidance = Guidance(rows, torch.empty(counts.logit_rows, device="meta"))
+    with Uncomputed():
+        for asked in counts.asked:
+            wanted = Wanted(asked.second, asked.entropy)
+            model.row_statistics(hidden, rows, wanted, guidance if asked.is_guided else None)
     return registrar.graph
 
 

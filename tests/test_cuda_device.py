@@ -127,6 +127,19 @@ def group(pairs: dict[int, int]) -> ExpertGroup:
     return ExpertGroup(0, np.array(experts, np.int64), np.array(slots, np.int64))
 
 
+def triton_groups(monkeypatch: pytest.MonkeyPatch) -> list[ExpertGroup]:
+    """The groups of experts that Triton's kernels compute from now on."""
+    groups: list[ExpertGroup] = []
+    run = cuda.TritonExperts.run
+
+    def noted(experts: Any, group: ExpertGroup, *rest: Any) -> Any:
+        groups.append(group)
+        return run(experts, group, *rest)
+
+    monkeypatch.setattr(cuda.TritonExperts, "run", noted)
+    return groups
+
+
 def is_close(found: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> bool:
     largest_error = (found.cpu().float() - wanted.float()).abs().max().item()
     return largest_error <= tolerance * wanted.abs().max().item()
@@ -136,12 +149,14 @@ def is_close(found: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> bool:
 @pytest.mark.parametrize(
     ("stored", "num_tokens"), [("", 1), ("", 3), ("", 37), *((name, 9) for name in NAMES)]
 )
-def test_a_layer_shared_with_the_host(kernels: str, stored: str, num_tokens: int) -> None:
+def test_a_layer_shared_with_the_host(
+    kernels: str, stored: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Residents first, then one that arrives into a slot that was in use, then the host's."""
     home, layer = HostExperts(layout_of(SHAPE, torch.float32, stored)), Layer(num_tokens)
     wanted = layer.expected(home)
+    by_triton = triton_groups(monkeypatch)
     device = make_device(home, kernels=kernels)
-    assert isinstance(device._computation, cuda.TritonExperts) == (kernels == "auto")
     host_parts = layer.to_host(device)
     for expert in (1, 3):
         layer.on_host(expert, home, host_parts)
@@ -152,6 +167,7 @@ def test_a_layer_shared_with_the_host(kernels: str, stored: str, num_tokens: int
     device.from_host(host_parts, layer.rows, np.array([1, 3]), layer.buffers.parts)
     device.join()
     assert is_close(layer.buffers.parts, wanted)
+    assert len(by_triton) == (2 if kernels == "auto" else 0)
     device.close()
 
 
@@ -252,9 +268,12 @@ def test_pageable_memory_goes_through_the_ring(
     wanted = layer.expected(home)
     device = make_device(home, streams, is_pinned=False)
     before = streams.pinned_bytes
-    for expert in range(NUM_SLOTS):
+    device.copy(home.image(0), 0, None)
+    ring_bytes = streams.pinned_bytes - before
+    assert ring_bytes > 0 and ring_bytes % min(piece_bytes, LAYOUT.num_bytes) == 0
+    for expert in range(1, NUM_SLOTS):
         device.copy(home.image(expert), expert, None)
-    assert streams.pinned_bytes == before + cuda._NUM_PIECES * min(piece_bytes, LAYOUT.num_bytes)
+    assert streams.pinned_bytes == before + ring_bytes <= pinned_bytes(SHAPE, LAYOUT, MAX_ROWS)
     layer.to_host(device)
     device.run(group({e: e for e in range(NUM_SLOTS)}), layer.rows, layer.buffers, None)
     rest = layer.buffers.parts.clone()
@@ -280,7 +299,7 @@ def test_the_calling_thread_may_run_ahead_of_many_launches() -> None:
     home, layer, streams = HostExperts(), Layer(2), StandInStreams()
     device = make_device(home, streams)
     layer.to_host(device)
-    for _ in range(cuda._NUM_TABLES + 3):
+    for _ in range(200):
         device.run(group({0: 0}), layer.rows, layer.buffers, None)
     assert streams.pinned_bytes <= pinned_bytes(SHAPE, LAYOUT, MAX_ROWS)
 
@@ -465,12 +484,15 @@ def test_layers_shared_with_the_host_on_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["", *NAMES])
-def test_a_gpu_runs_the_triton_kernels(stored: str) -> None:
+def test_a_gpu_runs_the_triton_kernels(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fallback gives the same results, and would hide that they do not work."""
     home = HostExperts(layout_of(GPU_SHAPE, torch.bfloat16, stored), GPU_SHAPE.num_experts)
     with gpu_device(home, 8) as device:
         assert choice.why_no_triton(device.torch_device) is None
-        assert isinstance(device._computation, cuda.TritonExperts)
+        by_triton = triton_groups(monkeypatch)
+        layer = Layer(7, GPU_SHAPE, torch.bfloat16, device.torch_device)
+        share_a_layer(device, home, layer, 0)
+        assert by_triton
 
 
 @pytest.mark.gpu

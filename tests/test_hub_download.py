@@ -338,7 +338,7 @@ def test_names_that_answers_give_files_are_not_used(
 ) -> None:
     """The headers with a file's ETag, which huggingface-hub makes paths of."""
     etag = path.format(folder=tmp_path)
-    monkeypatch.setattr(hub_stand_in, "_blob_id", lambda name: f"{etag}-{name}")
+    monkeypatch.setattr(hub_stand_in, "blob_id", lambda name: f"{etag}-{name}")
     folder = hub.pull("org/name")
     assert list(tmp_path.iterdir()) == [cache]
     for name in ("config.json", "generate.json", SHARD):

@@ -48,9 +48,11 @@ def test_another_run_of_them_is_not_this_one(monkeypatch: pytest.MonkeyPatch, na
     assert kernel_tests.digest(kernel_tests.ROOT) != before
 
 
-def test_another_compiler_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_compiler_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = kernel_tests.digest(kernel_tests.ROOT)
-    monkeypatch.setattr(kernel_tests, "_compiler", lambda: "another")
+    (tmp_path / "c++").write_text("#!/bin/sh\necho another\n")
+    (tmp_path / "c++").chmod(0o700)
+    monkeypatch.setattr(kernel_tests, "find_compiler", lambda: str(tmp_path / "c++"))
     assert kernel_tests.digest(kernel_tests.ROOT) != before
 
 

@@ -244,7 +244,7 @@ def test_a_strict_tool_s_arguments_where_none_must_be_called(form: CallFormat) -
     mask = mask_of(None, form, tools=tools)
     call = form.text(("paint", {"colour": "blue"}))
     wrong = encode(said + call)
-    place = next(i for i, token in enumerate(wrong) if not _taken(mask, token))
+    place = next(i for i, token in enumerate(wrong) if not taken(mask, token))
     taken = form.tokenizer.decode(wrong[:place], skip_special=False)
     assert taken.rstrip('"\n') == f"{said}{call[: call.index('blue')]}".rstrip('"\n')
     mask = mask_of(None, form, tools=tools)
@@ -253,7 +253,7 @@ def test_a_strict_tool_s_arguments_where_none_must_be_called(form: CallFormat) -
     assert mask.allowed()[EOS]
 
 
-def _taken(mask: GrammarMask, token: int) -> bool:
+def taken(mask: GrammarMask, token: int) -> bool:
     is_allowed = bool(mask.allowed()[token])
     if is_allowed:
         mask.take(token)
@@ -285,7 +285,7 @@ def test_a_custom_tool_s_one_text(form: CallFormat) -> None:
     for is_right, text in ((True, patch), (False, patch.replace("+", "-"))):
         mask = mask_of(None, form, tools=(tool,))
         ids = form.tokenizer.encode(form.text(("apply_patch", {"input": text})))
-        assert all(_taken(mask, token) for token in ids) is is_right
+        assert all(taken(mask, token) for token in ids) is is_right
     parser = parser_of(form.tokenizer, form.tokenizer.encode(form.prompt), (tool,))
     ids = form.tokenizer.encode(form.text(("apply_patch", {"input": patch})))
     told = [*parser.feed(ids), *parser.finish()]
@@ -321,7 +321,7 @@ def test_a_grammar_of_a_text_inside_json(lark: str, right: str, wrong: str) -> N
         for written, grammar_of in ((text, lark), (inside, quoted)):
             mask = mask_of(Constraint.lark(grammar_of), PLAIN)
             ids = PLAIN.tokenizer.encode(written)
-            assert (all(_taken(mask, token) for token in ids) and mask.allowed()[EOS]) == is_right
+            assert (all(taken(mask, token) for token in ids) and mask.allowed()[EOS]) == is_right
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_a_text_that_is_not_held_to_its_grammar_is_told(form: CallFormat, choice
         is_raw = 'a"' in form.text(("free", {"input": 'a"'}))
         ids = form.tokenizer.encode(form.text(("free", {"input": "no"})))
         mask: Any = made.mask
-        assert all(_taken(mask, token) for token in ids) != is_raw
+        assert all(taken(mask, token) for token in ids) != is_raw
         told = [one.partition(". ")[0] for one in unguided]
         assert told == ([] if is_raw else ["Not held to their grammars: 'free'"])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_tokenizers import CODER, FORMATS, CallFormat
 from test_calls_whole import parameter, xml
-from test_serve_grammar import _taken, mask_of
+from test_serve_grammar import mask_of, taken
 from test_serve_parsing import read
 
 from lowtide.errors import UsageError
@@ -28,7 +28,7 @@ def is_allowed(schema: object, text: str) -> bool:
     tool = tool_of(schema)
     mask = mask_of(None, CODER, tools=(tool,), tool_choice="f")
     call = xml(parameter("a", text), name="f")
-    if not all(_taken(mask, token) for token in CODER.tokenizer.encode(call)):
+    if not all(taken(mask, token) for token in CODER.tokenizer.encode(call)):
         return False
     [(kind, _, arguments)] = read(CODER.tokenizer, call, (tool,))
     value = json.loads(arguments)["a"]
@@ -134,4 +134,4 @@ def test_integers_that_would_not_be_exact_are_left_out_where_nothing_is_strict()
     tool = Tool("f", "", {"properties": {"a": schema}, "required": ["a"]})
     mask = mask_of(None, CODER, tools=(tool,), tool_choice="f")
     call = xml(parameter("a", str(2**63)), name="f")
-    assert all(_taken(mask, token) for token in CODER.tokenizer.encode(call))
+    assert all(taken(mask, token) for token in CODER.tokenizer.encode(call))

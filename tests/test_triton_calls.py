@@ -117,8 +117,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     monkeypatch.setattr(LateStream, "step_towards", uncounted(LateStream.step_towards))
     monkeypatch.setattr(LateEvent, "query", uncounted(ended))
     # Numbers that nothing computes are zeros.
-    monkeypatch.setattr(stand_in, "_garbage", zeros_like)
-    dispatch = stand_in._Operators.__torch_dispatch__
+    monkeypatch.setattr(stand_in, "garbage", zeros_like)
+    dispatch = stand_in.Operators.__torch_dispatch__
 
     def zeroed(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = dispatch(mode, func, types, args, kwargs)
@@ -126,7 +126,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
             made.elements.zero_()
         return made
 
-    monkeypatch.setattr(stand_in._Operators, "__torch_dispatch__", zeroed)
+    monkeypatch.setattr(stand_in.Operators, "__torch_dispatch__", zeroed)
     draw = random.Random(0)
 
     def route(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **_: Any) -> None:
