@@ -54,6 +54,7 @@ POLICIES = ("lru", "lowtide")
 SHARES = {"tmpfs": (0.9, 0.75, 0.5, 0.25)}  # of the experts resident; others: one half
 NUM_DISK_LAYERS = 6
 TMPFS = Path("/dev/shm")
+READ_BYTES = 1 << 30  # before each round, by two threads
 
 
 def main() -> None:
@@ -150,7 +151,7 @@ def _measured(
         for lane in lanes:
             lane.answer(seed=0)
         for number in range(options.repeats):
-            read_s.append(reads.measure(options.read_bytes, seed=number))
+            read_s.append(reads.measure(READ_BYTES, seed=number))
             for lane, done in zip(lanes, passes, strict=True):
                 done.append(lane.answer(seed=number + 1))
             say(f"{number + 1} of {options.repeats} rounds")
@@ -265,9 +266,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=32, help="prompt tokens")
     parser.add_argument("--new", type=int, default=96, help="new tokens of an answer")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, for medians")
-    options = parser.parse_args()
-    options.read_bytes = 1 << 30
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import larger_than_memory
 import offload
@@ -74,16 +79,36 @@ def test_every_kind_of_limit_wraps_the_command(
         assert command == ["run", "me"]
     with memory.MemoryLimit("systemd", "").limited(["run"], 100) as command:
         assert "--property=MemoryMax=100" in command and command[-1] == "run"
-    monkeypatch.setattr(memory, "_own_group", lambda kind: tmp_path)
-    removed: list[Path] = []
-    monkeypatch.setattr(memory, "_remove", removed.append)
-    for kind, name in (("cgroup v1", "memory.limit_in_bytes"), ("cgroup v2", "memory.max")):
-        with memory.MemoryLimit(kind, "").limited(["run", "me"], 100) as command:
-            group = Path(command[3]).parent
-            assert (group / name).read_text() == "100" and command[4:] == ["run", "me"]
-        assert removed.pop() == group
+    with control_groups(tmp_path, monkeypatch):
+        for kind, own, name in (
+            ("cgroup v1", "memory/mine", "memory.limit_in_bytes"),
+            ("cgroup v2", "mine", "memory.max"),
+        ):
+            (tmp_path / own).mkdir(parents=True)
+            with memory.MemoryLimit(kind, "").limited(["run", "me"], 100) as command:
+                group = Path(command[3]).parent
+                assert group.parent == tmp_path / own
+                assert (group / name).read_text() == "100" and command[4:] == ["run", "me"]
+            assert not group.exists()
     with pytest.raises(UsageError, match="none"):
         memory.choose_limit("some")
+
+
+@contextmanager
+def control_groups(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have groups of both kinds in a folder, which go with the files in them."""
+    read_text = Path.read_text
+
+    def told(path: Path, *arguments: Any) -> str:
+        if path == Path("/proc/self/cgroup"):
+            return "9:cpu,memory:/mine\n0::/mine\n"
+        return read_text(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "CGROUP_ROOT", root)
+        patch.setattr(Path, "read_text", told)
+        patch.setattr(Path, "rmdir", shutil.rmtree)
+        yield
 
 
 def test_a_balloon_holds_until_what_ran_has_ended() -> None:
@@ -228,11 +253,38 @@ def test_a_task_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.in_process("nothing", {}, memory.choose_limit("none"), 0)
 
 
-def test_budgets_hold_their_share_of_the_experts(tiny: Path) -> None:
-    plan = plan_model(tiny)
-    for share, budget_bytes in offload._budgets(plan, [1.0, 0.5, offload.LEAST]):
-        chosen = plan_model(tiny, host_memory=budget_bytes)
-        if share == offload.LEAST:
+def run_offload(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> list[dict[str, Any]]:
+    """The rows of `benchmarks/offload.py`, whose runs a test replaces."""
+    disk = SimpleNamespace(measure=dict)
+    monkeypatch.setattr(offload, "Disk", lambda *_: disk)
+    monkeypatch.setattr(offload, "memory_ceiling", dict)
+    told = ["--model", str(model), "--weights", "--limit", "none", "--out", str(out), *arguments]
+    monkeypatch.setattr(sys, "argv", ["offload.py", *told])
+    offload.main()
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_budgets_hold_their_share_of_the_experts(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[dict[str, Any]] = []
+
+    def measure(task: dict[str, Any], *_: object) -> dict[str, Any]:
+        tasks.append(task)
+        return {}
+
+    monkeypatch.setattr(offload, "measure_lowtide", measure)
+    told = ("--shares", "1", "0.5", "0", "--peer-shares")
+    rows = run_offload(tiny, tmp_path / "out", monkeypatch, *told)
+    shares = [row["experts_in_memory"] for row in rows if row["what"] == "lowtide"]
+    assert shares == [1.0, 0.5, "least"]
+    for share, task in zip(shares, tasks, strict=True):
+        budget_bytes, context = task["budget_bytes"], task["context"]
+        plan = plan_model(tiny, context=context)
+        chosen = plan_model(tiny, context=context, host_memory=budget_bytes)
+        if share == "least":
             assert chosen.minimum_bytes == budget_bytes and not sum(chosen.residents_per_layer)
         else:
             assert chosen.host.num_slots == share * plan.num_experts
@@ -263,23 +315,31 @@ def test_the_peer_is_the_same_function(tiny: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_the_peer_is_measured_with_its_page_cache_and_without(tiny: Path, tmp_path: Path) -> None:
-    settings = {
-        "model": str(tiny),
-        "peer_model": str(peer.convert(tiny, tmp_path / "peer")),
-        "max_memory_bytes": 4 << 20,
-        "num_prompt": 8,
-        "num_new": 32,
-        "repeats": 3,
-    }
-    cold, warm = (peer.measure({**settings, "drops_pages": drops}) for drops in (True, False))
-    assert (cold["page_cache"], warm["page_cache"]) == ("dropped before every pass", "kept")
+@pytest.mark.parametrize("shares", [["0.5"], ["1"]], ids=["ours beside it", "alone"])
+def test_the_peer_is_measured_with_its_page_cache_and_without(
+    shares: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = synth("llada2", "tiny", tmp_path / "tiny")  # a folder beside it is made
     ours = {"num_tokens": 96, "num_forwards": 24, "tokens_per_s": 50.0}
+    monkeypatch.setattr(offload, "measure_lowtide", lambda *_: ours)
+
+    def in_process(name: str, task: dict[str, Any], *_: object) -> dict[str, Any]:
+        assert name == "peer"
+        return peer.measure({**task, "max_memory_bytes": 4 << 20})
+
+    monkeypatch.setattr(offload, "in_process", in_process)
+    told = ("--prompt", "8", "--new", "32", "--shares", *shares)
+    rows = run_offload(model, tmp_path / "out", monkeypatch, *told)
+    cold, warm = (row for row in rows if row["what"].startswith("transformers"))
+    assert (cold["page_cache"], warm["page_cache"]) == ("dropped before every pass", "kept")
     for row in (cold, warm):
         assert len(row["each_s_per_forward"]) == 3 and 0 <= row["resident_share"] < 1
-        made = offload._converted(row, ours)
-        assert made["each_tokens_per_s"] == [4 / s for s in row["each_s_per_forward"]]
-        assert made["ratio"] == 50.0 / made["tokens_per_s"] and not offload._converted(row, None)
+        if shares == ["1"]:  # which is not the peer's budget
+            assert "ratio" not in row and "tokens_per_s" not in row
+            continue
+        speeds = [4 / seconds for seconds in row["each_s_per_forward"]]
+        assert row["each_tokens_per_s"] == pytest.approx(speeds, rel=1e-3)
+        assert row["ratio"] == pytest.approx(50.0 / row["tokens_per_s"], rel=1e-3)
 
 
 def test_an_autoregressive_lane_is_measured_under_a_budget(tmp_path: Path) -> None:
@@ -352,8 +412,13 @@ def test_presets_take_turns_where_experts_lie_on_disk(tiny: Path, tmp_path: Path
         for name in ("static", "lru"):
             track.adopt(name, {})
             stretch = track.answer(learned)
-            setting = validate._policy_inputs(
-                known, track.llm.plan.residents_per_layer, costs, name
+            setting = PolicyInputs(
+                track.llm.plan.residents_per_layer,
+                known.shape.num_experts,
+                costs,
+                frequency=known.frequency,
+                following=known.following,
+                hits=known.trace.hits(),
             )
             [report] = compare_alone(first, [name], setting)
             row = validate.counted(report, [stretch], validate.COUNTED_ON_DISK)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import moving_memory
@@ -46,11 +48,29 @@ def test_moving_or_not_a_trace_runs_to_its_end_within_the_plan(tmp_path: Path) -
     assert "num_slots_lent" not in kept and kept["max_cache_tokens"] == 0
 
 
-def test_constant_caches_go_from_the_longest_to_all_that_there_is(tmp_path: Path) -> None:
+def test_constant_caches_go_from_the_longest_to_all_that_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = synth("llada2", "tiny", tmp_path / "tiny")
     plan = plan_model(model, context=512)
     budget_bytes = plan.minimum_bytes + 40 * plan.host.slot_bytes
-    contexts = moving_memory._contexts(model, budget_bytes, 512, 1024)
+    contexts: list[int] = []
+
+    def in_process(name: str, side: dict[str, Any], *_: object) -> dict[str, Any]:
+        if not side["moves"]:
+            contexts.append(side["context"])
+        counts = dict.fromkeys(("tokens_per_s", "ideal_tokens_per_s", "max_running"), 1)
+        return {**counts, "is_within_plan": True}
+
+    disk = SimpleNamespace(measure=lambda: {"random_read_GBps": 1.0})
+    monkeypatch.setattr(moving_memory, "in_process", in_process)
+    monkeypatch.setattr(moving_memory, "Disk", lambda *_: disk)
+    monkeypatch.setattr(moving_memory, "cut_model", lambda *_: model)
+    monkeypatch.setattr(moving_memory, "weight_bytes", lambda folder: budget_bytes)
+    monkeypatch.setattr(moving_memory, "most_at_once", lambda trace: 1024)
+    told = ["--families", "llada2", "--traces", "chats", "--longest", "512", "--share", "1"]
+    monkeypatch.setattr(sys, "argv", ["moving_memory.py", *told])
+    moving_memory.main()
     assert contexts[0] == 512 and 1024 in contexts and len(contexts) == 5
     assert plan_model(model, context=contexts[-1], host_memory=budget_bytes).host.num_slots < 40
 

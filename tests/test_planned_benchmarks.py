@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import mmap
+import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import max_context
@@ -27,7 +29,6 @@ from common import (
     planned_model,
     planning_time,
 )
-from test_simulated_benchmarks import Written
 
 from lowtide.errors import PlanError
 from lowtide.families import read_config_in
@@ -175,25 +176,28 @@ def test_lines_and_plans_have_their_longest_and_a_step_is_held_against_them(
     def measure(line: Any, lengths: list[int]) -> list[dict[str, Any]]:
         return [{"step_bytes": 1000.0 + 2000 * length, "step_s": 1.0} for length in lengths]
 
-    def planned_step(shape: Any, num_tokens: int, prompt_share: float) -> dict[str, Any]:
+    def in_process(name: str, *_: object) -> dict[str, Any]:
+        assert name == "masked step"
         return {"step_bytes": 1.1e6, "step_s": 1.0, "planned_bytes": 1e6}
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(max_context.Line, "measure", measure)
-    monkeypatch.setattr(max_context, "_planned_step", planned_step)
+    monkeypatch.setattr(max_context, "in_process", in_process)
     [shape] = masked_shapes.masked_shapes(["LLaDA-8B"], "tiny")
     monkeypatch.setattr(max_context, "NARROW", shape)
-    options = argparse.Namespace(
-        caps=[0.02], share=0.5, their_lengths=[100, 200, 400], run=800, sides=["ported"]
-    )
-    recorder = Written()
-    max_context._reach(recorder, shape, options)
-    max_context._run(recorder, options)
-    [cell] = [row for row in recorder.rows if row["what"] == "cell"]
+    monkeypatch.setattr(max_context, "masked_shapes", lambda names: [shape])
+    out = tmp_path / "out"
+    told = ["--caps", "0.02", "--sides", "ported", "--run", "800", "--out", str(out)]
+    told += ["--their-lengths", "100", "200", "400"]
+    monkeypatch.setattr(sys, "argv", ["max_context.py", *told])
+    max_context.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    [cell] = [row for row in rows if row["what"] == "cell"]
     free_bytes = 20_000_000 - shape.weight_bytes
     assert cell["ported_num_tokens"] == pytest.approx((free_bytes - 1000) / 2000, abs=1)
-    assert cell["over_ported"] == cell["planned_tokens"] / cell["ported_num_tokens"]
-    offs = {row["side"]: row["off"] for row in recorder.rows if row["what"] == "run"}
+    over = cell["planned_tokens"] / cell["ported_num_tokens"]
+    assert cell["over_ported"] == pytest.approx(over, rel=1e-4)
+    offs = {row["side"]: row["off"] for row in rows if row["what"] == "run"}
     assert offs == pytest.approx({"ported": 0.0, "lowtide": 0.1}, abs=1e-9)
 
 
@@ -203,9 +207,37 @@ def test_the_narrow_model_is_a_llada_whose_step_is_its_logits() -> None:
     assert narrow.cut_bytes(2) < 64 * MIB
 
 
-def test_rounds_to_warm_up_do_not_count() -> None:
-    called: list[str] = []
-    runs = {(name, 1): partial(called.append, name) for name in ("a", "b")}
-    seconds = step_time._in_turn(runs, 3, num_warm=1)
-    assert called == ["a", "b"] * 4
-    assert [len(times) for times in seconds.values()] == [3, 3] and seconds.keys() == runs.keys()
+def test_rounds_to_warm_up_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first step of so many layers takes 100 s, every later one 1 s."""
+    now_s, called = 0.0, list[int]()
+
+    def step(num_layers: int) -> None:
+        nonlocal now_s
+        now_s += 1.0 if num_layers in called else 100.0
+        called.append(num_layers)
+
+    class Step:
+        def __init__(self, *_: object, num_layers: int, arena: object) -> None:
+            self.run = partial(step, num_layers)
+
+    plan = SimpleNamespace(placement=SimpleNamespace(arena_bytes=64))
+    engine = SimpleNamespace(
+        model=SimpleNamespace(config=None), facts=SimpleNamespace(folder=tmp_path)
+    )
+    model = SimpleNamespace(loaded=lambda: nullcontext(engine), plan=lambda *_: plan, form=None)
+    shape = SimpleNamespace(name="m", num_layers=8, weight_bytes=0, folder=lambda num_layers: None)
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    for name, stand_in in (
+        *(("PlannedStep", Step), ("StepModel", lambda folder: model), ("time", clock)),
+        *(("masked_shapes", lambda names: [shape]), ("read_weights", lambda folder: None)),
+        *(("open_sides", lambda *_: {}), ("canvas", lambda *_: None), ("memory_ceiling", dict)),
+    ):
+        monkeypatch.setattr(step_time, name, stand_in)
+    out = tmp_path / "out"
+    told = ["--parts", "sides", "--lengths", "16", "--shares", "0.5", "--repeats", "3"]
+    monkeypatch.setattr(sys, "argv", ["step_time.py", *told, "--out", str(out)])
+    step_time.main()
+    assert called == [2, 4] * 4
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    [fewest] = [row for row in rows if row.get("depth") == "2 layers"]
+    assert fewest["each_step_s"] == [1.0] * 3
