@@ -854,10 +854,12 @@ def at_work(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("option", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rounded", [frozenset[str](), frozenset({"Q4_1"})])
 def test_costs_are_looked_for_under_the_name_that_they_are_kept_under(
-    option: str, dtype: torch.dtype
+    option: str, dtype: torch.dtype, rounded: frozenset[str]
 ) -> None:
-    assert choose_kernels(option, dtype).name in possible_names(option, dtype)
+    names = possible_names(option, dtype, rounded)
+    assert choose_kernels(option, dtype, rounded=rounded).name in names
 
 
 def test_without_a_compiler_torch_multiplies(

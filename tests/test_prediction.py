@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -359,7 +360,13 @@ def test_a_run_that_says_little_is_not_kept(found: list[TimedPass]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "rows"), [("qwen3_moe", 1), ("llada", None), ("demo:diffusion", 32)]
+    ("model", "rows", "options"),
+    [
+        ("qwen3_moe", 1, {}),
+        ("qwen3_moe", 1, INT8_ROWS_OF_Q4),
+        ("llada", None, {}),
+        ("demo:diffusion", 32, {}),
+    ],
 )
 def test_a_first_load_measures_and_a_second_does_not(
     model: str,
@@ -370,37 +377,43 @@ def test_a_first_load_measures_and_a_second_does_not(
 ) -> None:
     monkeypatch.setattr(first_passes, "DISTURBED", 1e9)
     place = folders.get(model, Path(model))
-    with LLM(place, device="cpu", context=256) as llm:
+    with LLM(place, device="cpu", **options) as llm:
         prediction = llm.plan.prediction
         assert prediction is not None and prediction.speed is not None
         counters = llm.stats()
         nothing = ("num_hits", "num_misses", "read_bytes", "forwards", "num_rows")
         assert all(not counters[name] for name in nothing[:2] + nothing[3:])
         first = llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids
-    speeds = kept_speeds(key_for(place))
+    speeds = kept_speeds(key_for(place, **options))
     assert speeds.passes and (rows is None or speeds.passes[0][0] == rows)
 
     def twice(*_: object) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(first_passes, "run_pass", twice)
-    with LLM(place, device="cpu", context=256) as llm:
+    options = {"context": 256, **options}
+    with LLM(place, device="cpu", **options) as llm:
         assert llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids == first
-    assert make_plan(opened(place, context=256)).prediction is not None
+    planned = make_plan(opened(place, **options)).prediction
+    assert planned is not None and planned.speed is not None
 
 
-def key_for(place: Path) -> SpeedKey:
-    model = opened(place, context=256)
+def key_for(place: Path, **options: object) -> SpeedKey:
+    model = opened(place, **options)
     return speed_key(model.speed_facts, model.kernels().name)
 
 
 def test_a_model_of_the_least_memory_is_measured_too(
+INT8_ROWS_OF_Q4 = {"format": "q4", "activations": "int8"}
+
+
     folders: dict[str, Path], measuring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_passes, "DISTURBED", 1e9)
     place = folders["qwen3_moe"]
     least = make_plan(opened(place)).minimum_bytes
     with LLM(place, device="cpu", policy="lru", host_memory=least) as llm:
+    options: dict[str, Any],
         assert llm.plan.prediction is not None and llm.plan.prediction.speed is not None
         before = llm.stats()["read_bytes"]
         few = llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids

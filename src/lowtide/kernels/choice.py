@@ -21,7 +21,7 @@ from lowtide.kernels.cpu.packed import PackedOperators, parts_of
 from lowtide.kernels.cpu.packing import CompiledPacking
 from lowtide.kernels.cpu.sources import CORE, DECISIONS, PACKING
 from lowtide.kernels.cpu.variants import VARIANTS
-from lowtide.kernels.reference import REFERENCE, Kernels
+from lowtide.kernels.reference import REFERENCE, Kernels, name_with_rows
 from lowtide.progress import Progress, no_progress
 
 _log = logging.getLogger(__name__)
@@ -75,11 +75,17 @@ def choose_pack(option: str) -> Pack:
         return pack
 
 
-def possible_names(option: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """List the CPU kernels that `choose_kernels` may return, best first; compiles nothing."""
-    if option == "reference" or dtype != torch.bfloat16:
-        return (REFERENCE.name,)
-    return *map(compiled_name, reversed(VARIANTS)), REFERENCE.name
+def possible_names(
+    option: str, dtype: torch.dtype, rounded: frozenset[str] = frozenset()
+) -> tuple[str, ...]:
+    """List the CPU kernels that `choose_kernels` may return, best first; compiles nothing.
+
+    Arguments as for `choose_kernels`.
+    """
+    names = [REFERENCE.name]
+    if option != "reference" and dtype == torch.bfloat16:
+        names = [*map(compiled_name, reversed(VARIANTS)), *names]
+    return tuple(name_with_rows(name, rounded) for name in names)
 
 
 @functools.cache

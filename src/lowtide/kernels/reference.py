@@ -44,6 +44,11 @@ CLAMP_SLOPE = 1.702
 """Limit and slope of `clamped_swiglu`; every published gpt-oss has these."""
 
 
+def name_with_rows(name: str, rounded: Collection[str]) -> str:
+    """Return the `Kernels.name` of kernels that round rows for the formats in `rounded`, if any."""
+    return f"{name}, {INT8_ROWS} rows" if rounded else name
+
+
 class Kernels:
     """Operators for one kind of processor, in one compute dtype; chosen once for a model.
 
@@ -61,7 +66,7 @@ class Kernels:
         name: for people and stored costs.
         """
         self.rounded = frozenset(rounded)
-        self.name = f"{name}, {INT8_ROWS} rows" if rounded else name
+        self.name = name_with_rows(name, self.rounded)
 
     # Products with stored weights
 

@@ -41,7 +41,7 @@ def keep_rounding(checkpoint: Checkpoint | None, own: MemoryFacts, rounded: Spee
         for each, experts in ((own, own.experts), (memory, memory.experts))
     )
     added = partial(_having, rounding_s=max(1e-9, rounded_s - read_s))
-    best = possible_names(rounded.kernels, memory.dtype)[0]
+    best = possible_names(rounded.kernels, memory.dtype, memory.rounded)[0]
     keep_speeds(speed_key(rounded, best), added)
 
 

@@ -241,7 +241,7 @@ class Predictor:
 
     def _kept_costs(self, experts: ExpertFacts, machine: Machine) -> Measurements | None:
         """Return the experts' stored costs with the GPU, from loading or `lowtide doctor`."""
-        for name in possible_names(self.kernels, self.memory.dtype):
+        for name in possible_names(self.kernels, self.memory.dtype, self.memory.rounded):
             try:
                 stored = load(experts.cost_key(machine, name, self.memory.device, self.kernels))
             except StorageError:  # measuring says so, and replaces it
@@ -280,7 +280,7 @@ def predictor_of(
 
 def known_speeds(facts: SpeedFacts) -> ModelSpeeds:
     """Return this model's stored speeds, from its last load."""
-    names = possible_names(facts.kernels, facts.memory.dtype)
+    names = possible_names(facts.kernels, facts.memory.dtype, facts.memory.rounded)
     found = [kept_speeds(speed_key(facts, name)) for name in names]
     return ModelSpeeds(
         passes=next((each.passes for each in found if each.passes), ()),
