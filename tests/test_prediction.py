@@ -26,8 +26,10 @@ from lowtide.engine.planning.plan import make_plan
 from lowtide.engine.planning.prediction import (
     DOUBT,
     MISS_POWER,
+    USUAL_TOKENS,
     even_demand,
     published_pass,
+    slots_lent,
     speed_key,
 )
 from lowtide.engine.running import first_passes, own_run
@@ -303,7 +305,9 @@ def test_absent_experts_take_their_reads(folders: dict[str, Path]) -> None:
     demand = even_demand(model.facts.config.moe_shape, plan, 1)
     assert plan.prediction is not None and plan.prediction.pass_time is not None
     num_layers = model.facts.config.num_moe_layers
-    absent = 1 - sum(plan.residents_per_layer) / plan.num_experts
+    lent = slots_lent(plan, USUAL_TOKENS)
+    absent = 1 - (sum(plan.residents_per_layer) + lent) / plan.num_experts
+    assert absent > 0
     of_layer = demand.num_run * absent**MISS_POWER / num_layers
     assert slow.reads_s is not None
     lowest, highest = (slow.reads_s.at(round(of_layer + more)) for more in (-0.5, 0.5))
@@ -312,6 +316,39 @@ def test_absent_experts_take_their_reads(folders: dict[str, Path]) -> None:
     keep(model, replace(SPEEDS, reads=()))  # nothing that it could follow from
     without = make_plan(model).prediction
     assert without is not None and without.speed is None
+
+
+def test_memory_of_an_unused_context_holds_experts(folders: dict[str, Path]) -> None:
+    keep_rates(this_machine(), RATES)
+    context = 1 << 16
+    least_bytes = make_plan(opened(folders["qwen3_moe"], context=context)).minimum_bytes
+    model = opened(folders["qwen3_moe"], host_memory=least_bytes, context=context)
+    keep(model, replace(SPEEDS, reads=((1, 1.0), (8, 4.0))))
+    plan = make_plan(model)
+    assert sum(plan.residents_per_layer) < plan.num_experts < slots_lent(plan, USUAL_TOKENS)
+    assert plan.prediction is not None and plan.prediction.pass_time is not None
+    assert plan.prediction.pass_time.likely_s == pytest.approx(0.01)
+    assert plan.prediction.at_most == pytest.approx(1e9 / plan.prediction.memory_bytes)
+
+
+@pytest.mark.parametrize(("num_tokens", "lent"), [(0, 12), (100, 6), (200, 0), (999, 0)])
+def test_the_cache_lends_what_a_text_leaves(num_tokens: int, lent: int) -> None:
+    tier = TierPlan(GIB, 0, 120, 0, 0, 10, 6)
+    plan = replace(plan_of(9, (2, 2, 2)), host=tier, context=200, max_cache_tokens=200)
+    assert slots_lent(plan, num_tokens) == lent
+    assert slots_lent(replace(plan, max_cache_tokens=0), num_tokens) == 0
+
+
+def test_a_run_alone_predicts_the_next_like_it(folders: dict[str, Path]) -> None:
+    """Loads on a busy machine measure nothing; long answers are kept all the same."""
+    model = opened(folders["qwen3_moe"])
+    plan = make_plan(model)
+    run = RUN._replace(num_residents=sum(plan.residents_per_layer))
+    for kept, speed in ((run, 1 / 0.015), (run._replace(num_rows=3.0), None), (RUN, None)):
+        keep(model, ModelSpeeds(runs=(kept,)))
+        found = make_plan(model).prediction
+        assert found is not None
+        assert (found.speed and found.speed.likely) == (speed and pytest.approx(speed))
 
 
 @given(compute_s=st.floats(1e-4, 1), wait_s=st.floats(1e-4, 1), num_tokens=st.floats(1, 4))
@@ -359,6 +396,9 @@ def test_a_run_that_says_little_is_not_kept(found: list[TimedPass]) -> None:
     assert own_run.own_run(7, found) is None
 
 
+INT8_ROWS_OF_Q4 = {"format": "q4", "activations": "int8"}
+
+
 @pytest.mark.parametrize(
     ("model", "rows", "options"),
     [
@@ -371,12 +411,14 @@ def test_a_run_that_says_little_is_not_kept(found: list[TimedPass]) -> None:
 def test_a_first_load_measures_and_a_second_does_not(
     model: str,
     rows: int | None,
+    options: dict[str, Any],
     folders: dict[str, Path],
     measuring: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(first_passes, "DISTURBED", 1e9)
     place = folders.get(model, Path(model))
+    options = {"context": 256, **options}
     with LLM(place, device="cpu", **options) as llm:
         prediction = llm.plan.prediction
         assert prediction is not None and prediction.speed is not None
@@ -391,7 +433,6 @@ def test_a_first_load_measures_and_a_second_does_not(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(first_passes, "run_pass", twice)
-    options = {"context": 256, **options}
     with LLM(place, device="cpu", **options) as llm:
         assert llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids == first
     planned = make_plan(opened(place, **options)).prediction
@@ -404,16 +445,12 @@ def key_for(place: Path, **options: object) -> SpeedKey:
 
 
 def test_a_model_of_the_least_memory_is_measured_too(
-INT8_ROWS_OF_Q4 = {"format": "q4", "activations": "int8"}
-
-
     folders: dict[str, Path], measuring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_passes, "DISTURBED", 1e9)
     place = folders["qwen3_moe"]
     least = make_plan(opened(place)).minimum_bytes
     with LLM(place, device="cpu", policy="lru", host_memory=least) as llm:
-    options: dict[str, Any],
         assert llm.plan.prediction is not None and llm.plan.prediction.speed is not None
         before = llm.stats()["read_bytes"]
         few = llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids

@@ -71,6 +71,10 @@ class OwnRun(NamedTuple):
     def pass_s(self) -> float:
         return self.compute_s + self.wait_s
 
+    def is_of(self, num_residents: int, num_rows: float) -> bool:
+        """Return True if its passes had as many residents and about as many rows."""
+        return self.num_residents == num_residents and round(self.num_rows) == round(num_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpeeds:

@@ -64,6 +64,9 @@ MOST_SURE = 4.0
 PROMPT_TOKENS = 64
 """Length of a typical prompt, which a bidirectional model's passes contain."""
 
+USUAL_TOKENS = PROMPT_TOKENS + DEFAULT_CANVAS_TOKENS
+"""Length of a typical prompt with its answer."""
+
 
 class ExpertCounts(NamedTuple):
     """Number of experts that one pass runs, over all layers, and of those that are absent."""
@@ -74,13 +77,30 @@ class ExpertCounts(NamedTuple):
     num_on_disk: float  # of the absent, not in host memory either
 
 
-def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: float) -> ExpertCounts:
-    """Return the counts of a pass in which every expert is equally likely for each token."""
+def slots_lent(plan: MemoryPlan, num_tokens: int) -> int:
+    """Return the number of expert slots that the KV cache lends beside `num_tokens` of text.
+
+    The plan's cache is for a whole context; memory that no text uses holds experts meanwhile.
+    """
+    tier = plan.fast_tier
+    if not plan.max_cache_tokens or not tier.slot_bytes:
+        return 0
+    free_share = max(0.0, 1 - num_tokens / plan.context)
+    return int(free_share * tier.kv_cache_bytes) // tier.slot_bytes
+
+
+def even_demand(
+    shape: MoEShape, plan: MemoryPlan, num_rows: float, num_lent: int = 0
+) -> ExpertCounts:
+    """Return the counts of a pass in which every expert is equally likely for each token.
+
+    num_lent: slots beyond the plan's.
+    """
     if not shape.num_experts:
         return ExpertCounts(0.0, 0.0, 0.0, 0.0)
     share = shape.num_experts_per_token / shape.num_experts
     num_run = shape.num_experts * (1 - (1 - share) ** num_rows) * shape.num_layers
-    absent_share = 1 - sum(plan.residents_per_layer) / plan.num_experts
+    absent_share = 1 - min(1.0, (sum(plan.residents_per_layer) + num_lent) / plan.num_experts)
     disk_share = absent_share
     if plan.gpu is not None:
         disk_share *= 1 - sum(plan.host_residents_per_layer) / plan.num_experts
@@ -117,7 +137,8 @@ class Predictor:
             pass_time=self.pass_time(num_rows),
             asked_share=demand.num_run / max(1, self.plan.num_experts),
         )
-        least_s = self._least_pass_s(prediction, demand)
+        empty = even_demand(self.config.moe_shape, self.plan, num_rows, slots_lent(self.plan, 0))
+        least_s = self._least_pass_s(prediction, empty)
         at_most = None if least_s is None else max(likely_tokens, most_tokens) / least_s
         return replace(prediction, at_most=at_most)
 
@@ -153,6 +174,8 @@ class Predictor:
     def _host_pass_s(self, num_rows: float) -> float | None:
         """Return the measured time of a pass, corrected by the last run's parts."""
         parts, run = self._parts(num_rows, self._missed(num_rows)), self._run
+        if parts is None and run is not None and run.is_of(self._num_residents, num_rows):
+            return run.pass_s  # nothing else was measured: the machine was busy at every load
         if parts is None or run is None:
             return None if parts is None else sum(parts)
         compute_s, wait_s = parts
@@ -198,8 +221,9 @@ class Predictor:
         return num_run * math.pow(share, min(high, max(low, power)))
 
     def _absent(self, num_residents: int) -> float:
-        """Return the share of all experts that is not in memory."""
-        return 1 - num_residents / max(1, self.plan.num_experts)
+        """Return the share of all experts that is not in memory beside a typical text."""
+        num_here = num_residents + slots_lent(self.plan, USUAL_TOKENS)
+        return 1 - min(1.0, num_here / max(1, self.plan.num_experts))
 
     def _least_pass_s(self, prediction: Prediction, demand: ExpertCounts) -> float | None:
         """Return the least seconds of a pass, by the rates of memory and disk."""
@@ -208,12 +232,13 @@ class Predictor:
         if self.plan.gpu is not None or memory_bytes_per_s is None:
             return None
         disk_bytes_per_s, reads_s = disk_rate(rates), self.speeds.reads_s
-        read_s = 0.0
+        known_s = []
         if reads_s is not None:
             count = self.speeds.reads[-1][0]
-            read_s = reads_s.at(count) / count
-        elif disk_bytes_per_s is not None:
-            read_s = _expert_bytes(self.memory.experts)[1] / disk_bytes_per_s
+            known_s.append(reads_s.at(count) / count)
+        if disk_bytes_per_s is not None:  # neighbours are read together, faster than some experts
+            known_s.append(_expert_bytes(self.memory.experts)[1] / disk_bytes_per_s)
+        read_s = min(known_s, default=0.0)
         rounded_s = (self.speeds.rounding_s or 0.0) / this_machine().num_cores
         return max(
             prediction.memory_bytes / memory_bytes_per_s
@@ -315,7 +340,7 @@ def published_pass(
 ) -> tuple[int, float, float]:
     """Return a typical pass' rows, and the least and most tokens that it commits."""
     kind = make_kind(decoding, cache_mode=cache_mode)
-    usual = kind.usual_pass(min(context, PROMPT_TOKENS + DEFAULT_CANVAS_TOKENS))
+    usual = kind.usual_pass(min(context, USUAL_TOKENS))
     most = MOST_SURE if usual.may_write_more else 1.0
     return usual.num_rows, usual.num_tokens, most * usual.num_tokens
 
