@@ -17,7 +17,7 @@ from whole import LIMIT_S, wait_until
 
 from lowtide import AsyncLLM
 from lowtide.serve import connection, request_log
-from lowtide.serve.request_log import MAX_KINDS, MAX_LINES, LineLimit, Served
+from lowtide.serve.request_log import MAX_KINDS, MAX_LINES, LimitedLog, LineLimit, Served
 
 pytestmark = pytest.mark.hostile
 
@@ -225,6 +225,26 @@ def test_what_the_log_leaves_out_is_counted(
     monkeypatch.setattr(request_log.time, "monotonic", lambda: later_s)
     assert limit.allows("kind")
     assert "kind: 15 more in a minute." in caplog.text
+
+
+def test_what_nobody_logs_is_not_counted(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as uvicorn's traces of connections, whose number would be logged each minute."""
+    counted: list[str] = []
+    monkeypatch.setattr(request_log.LIMIT, "allows", counted.append)
+    assert said_to(running, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert not counted
+
+
+def test_an_answer_that_the_server_s_end_cuts_off_is_no_failure(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client does not read; uvicorn logs that it is cancelled, in a line of its own."""
+    monkeypatch.setattr(request_log, "LIMIT", LineLimit())
+    log = LimitedLog(logging.getLogger("uvicorn.error"))
+    log.error("Exception in ASGI application", exc_info=asyncio.CancelledError())
+    assert not caplog.records
+    log.error("Exception in ASGI application", exc_info=ValueError())
+    assert [record.exc_info is not None for record in caplog.records] == [True]
 
 
 def test_lines_of_any_number_of_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

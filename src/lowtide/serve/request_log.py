@@ -94,13 +94,20 @@ LIMIT = LineLimit()
 
 
 class LimitedLog(logging.LoggerAdapter[logging.Logger]):
-    """Rate-limited log of uvicorn's connections."""
+    """Rate-limited log of uvicorn's connections.
+
+    An answer that a stopping server cuts off is no failure; uvicorn has a line of its own for it.
+    """
 
     @property
     def level(self) -> int:
-        return self.logger.level
+        return self.logger.getEffectiveLevel()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        if not self.isEnabledFor(level):  # and so not counted either
+            return
+        if isinstance(kwargs.get("exc_info"), asyncio.CancelledError):
+            return
         if LIMIT.allows(str(msg).strip()):
             super().log(level, msg, *args, **kwargs)
 
