@@ -23,7 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide.lab.profiles
-from lowtide.cli import chat, command
+from lowtide.cli import chat, command, screen
 from lowtide.cli.answer import Answer, ask_showing, make_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
@@ -32,7 +32,7 @@ from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.plan import format_object
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
-from lowtide.cli.screen import FILE_WIDTH, printable, stderr_console, stdout_console
+from lowtide.cli.screen import FILE_WIDTH, ProgressBars, printable, stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
 from lowtide.config import Canvas, Causal
@@ -606,6 +606,24 @@ def test_without_a_tokenizer_the_view_shows_ids() -> None:
         view.draft(0, [5, 17], [False, True])
         view.commit([5, 17], "")
     assert view.text == "5 17"
+
+
+@pytest.mark.parametrize(
+    "opened", [ProgressBars, lambda: LiveView(screen.stderr_console(), None, 0)]
+)
+def test_a_ctrl_c_before_the_first_frame_leaves_the_cursor_shown(
+    opened: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = terminal()
+    monkeypatch.setattr(screen, "stderr_console", lambda: console)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(console, "push_render_hook", interrupted)  # the cursor is hidden by then
+        opened().__enter__()
+    assert shown(console).rfind("\x1b[?25h") > shown(console).rfind("\x1b[?25l") >= 0
 
 
 # plain text as it comes

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.segment import ControlType
 from rich.text import Text
 
-from lowtide.cli.screen import printable
+from lowtide.cli.screen import printable, start_display
 
 if TYPE_CHECKING:
     from lowtide.model_folder.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class LiveView:
         self.num_frames = 0
 
     def __enter__(self) -> LiveView:
-        self._live.start()
+        start_display(self._live)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     Progress,
@@ -83,6 +85,17 @@ def _console(file: TextIO) -> Console:
     return console
 
 
+def start_display(display: Live | Progress) -> None:
+    """Start a live display; if a signal interrupts that, show the cursor again."""
+    try:
+        display.start()
+    except BaseException:
+        with suppress(IndexError):  # of a display that is only half started
+            display.stop()
+        display.console.show_cursor(True)
+        raise
+
+
 class ProgressBars:
     """Progress bars on standard error, one per stage; nothing is shown off a terminal.
 
@@ -116,7 +129,7 @@ class ProgressBars:
         )
 
     def __enter__(self) -> ProgressBars:
-        self._progress.start()
+        start_display(self._progress)
         return self
 
     def __exit__(self, *_: object) -> None:
