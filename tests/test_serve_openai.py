@@ -292,6 +292,7 @@ def test_a_body_that_is_none_is_a_400(running: Running, body: bytes) -> None:
         for path in ("/v1/chat/completions", "/v1/completions"):
             answer = client.post(path, content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 400 and answer.json()["error"]["message"]
+            assert "sys." not in answer.text  # Python's advice to a programmer
 
 
 def test_a_compressed_body_is_not_unpacked(running: Running) -> None:

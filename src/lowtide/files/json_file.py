@@ -65,6 +65,14 @@ def parse_object(
     return value
 
 
+def fault_of(error: Exception) -> str:
+    """Return an error's text without Python's advice to programmers.
+
+    It has some for integers of thousands of digits.
+    """
+    return str(error).partition("; use sys.")[0]
+
+
 def shown(value: object) -> str:
     """Format a value for an error message: escaped, and cut if it is long."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
@@ -74,7 +82,7 @@ def shown(value: object) -> str:
     elif isinstance(value, dict | list | tuple):
         text = f"a {type(value).__name__} of {len(value)} values"
     elif isinstance(value, Exception):
-        text = printable(str(value).encode("ascii", "backslashreplace").decode("ascii"))
+        text = printable(fault_of(value).encode("ascii", "backslashreplace").decode("ascii"))
     else:
         text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

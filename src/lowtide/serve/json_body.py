@@ -21,6 +21,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from lowtide.files.json_file import fault_of
 from lowtide.parsing.call_json import NotFinite, parse_json
 
 T = TypeVar("T")
@@ -120,7 +121,7 @@ def parse_body(body: bytes) -> Any:
         fault = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "input": {}}
         raise RequestValidationError([fault]) from None
     except ValueError as error:  # no text in UTF-8, or an integer of very many digits
-        raise HTTPException(400, f"The body is not valid JSON: {str(error)[:200]}.") from None
+        raise HTTPException(400, f"The body is not valid JSON: {fault_of(error)[:200]}.") from None
 
 
 def count_values(body: bytes, most: int) -> int:
