@@ -27,6 +27,7 @@ from lowtide.experts.rows import ExpertRows, LayerCall, is_long
 from lowtide.experts.slots import NO_SLOT
 from lowtide.experts.work import Plan
 from lowtide.memory.pinned_copies import to_host
+from lowtide.policies.answers import check_experts
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, NoPrefetch, PrefetchOutcome
 from lowtide.progress import Progress
@@ -137,6 +138,7 @@ class DeviceTier:
             ahead = Ahead(following, is_kept, at_host.predicted, is_long)
             chosen = prefetch.choose(ahead)
             if len(chosen):
+                check_experts("prefetches", chosen, self.link.ledger.num_experts)
                 self.link.look_ahead(following, chosen)
 
     def finish(self, layer: int, num_rows: int) -> None:

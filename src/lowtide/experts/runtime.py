@@ -31,6 +31,7 @@ from lowtide.experts.rows import ExpertRows, LayerCall, Routing
 from lowtide.experts.stats import ExpertLook, ExpertStats
 from lowtide.experts.work import Plan, Work
 from lowtide.kernels.layer_parts import ExpertParts
+from lowtide.policies.answers import check_experts, check_moves, check_ranks
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.slot_lending import ExpertUse
@@ -148,6 +149,7 @@ class ExpertRuntime:
         if self.device is None:
             num_residents = self.host.ledger.residents.sum(axis=1)
             ranks = self.policies.begin_pass(step, num_residents, self.capacity.per_layer)
+            check_ranks(ranks, self.capacity.per_layer, self._shape.num_experts)
             if self._compiled is not None:
                 self._compiled.begin_pass(ranks)
 
@@ -184,6 +186,8 @@ class ExpertRuntime:
         """Make exactly the policies' first residents resident; between passes only."""
         self._is_under_way = True
         initial = [self.policies.placement.initial(i) for i in range(self._shape.num_layers)]
+        for experts in initial:
+            check_experts("begins with", experts, self._shape.num_experts)
         self.executor.load(initial, progress)
         self._is_under_way = False
 
@@ -371,6 +375,7 @@ class ExpertRuntime:
         """Return the policies' moves, and count them."""
         moves = self.policies.moves(facts, decision)
         if moves is not NO_MOVES:
+            check_moves(moves, self._shape.num_experts)
             self.stats.num_moves_asked += moves.num_asked
             self.stats.num_moves_dropped += moves.num_left_out
         return moves

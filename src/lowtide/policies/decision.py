@@ -12,6 +12,7 @@ import numpy as np
 
 from lowtide.core import Assignment, Costs, Facts, FloatArray, IntArray, Moves, RoutedTokens, Step
 from lowtide.errors import InternalError
+from lowtide.policies.answers import check_assignment
 from lowtide.policies.assignment import Assign
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Prefetch
@@ -95,13 +96,14 @@ class Policies:
     def decide(self, facts: Facts, run: Facts | None = None) -> Decision:
         """Decide where each expert is computed, after a layer's router.
 
-        run: facts of the routing after a substitution; used by the assignment only.
+        run: facts of the routing after a substitution; used by the assignment only. Raises
+        InternalError for an assignment that does not run each expert once.
         """
         known = facts if run is None else run
-        if not self.waits:
-            return Decision(self.assign(known), None, run)
-        moves, assignment = self.placement.update(facts), self.assign(known)
-        if facts.can_fetch and len(moves.admit):
+        moves = self.placement.update(facts) if self.waits else None
+        assignment = self.assign(known)
+        check_assignment(assignment, known.demand)
+        if moves is not None and facts.can_fetch and len(moves.admit):
             assignment = _promoted(assignment, moves.admit)
         return Decision(assignment, moves, run)
 

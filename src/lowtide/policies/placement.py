@@ -19,6 +19,7 @@ import numpy as np
 from numpy.random import default_rng
 
 from lowtide.core import BoolArray, Demand, Facts, FloatArray, IntArray, Moves, Step, StepKind
+from lowtide.policies.answers import check_ranks
 from lowtide.policies.online_tau import OnlineTau, interval
 from lowtide.policies.ranks import Ranks, bump, choose
 
@@ -102,8 +103,11 @@ class Placement:
         if not demanded.note(facts.step, layer, demand):
             if demanded.step is not None:
                 self.end_pass(demanded.step, demanded.hits)
+            demanded.step = None  # if this fails, no pass has begun
+            ranks = self.begin_pass(facts.step, self._num_residents, facts.capacity)
+            check_ranks(ranks, facts.capacity, len(facts.is_kept))
+            self._ranks = ranks
             demanded.begin(facts.step)
-            self._ranks = self.begin_pass(facts.step, self._num_residents, facts.capacity)
             demanded.note(facts.step, layer, demand)
         self._num_residents[layer] = np.count_nonzero(facts.is_kept)
         bump(self._ranks, layer, demand.experts, demand.num_tokens)
