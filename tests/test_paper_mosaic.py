@@ -10,6 +10,8 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice, product
+from operator import le
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +129,43 @@ def test_chunks_are_added_where_the_peak_is(planner: PassPlanner) -> None:
         assert plan.needed_bytes <= free_bytes
         num_divided += max(wanted.values()) > 1
     assert num_divided > NUM_CASES // 10
+
+
+def chunk_numbers(counts: Counts, operator: str) -> list[int]:
+    """Return the numbers of chunks that an operator may have, in order."""
+    numbers = [1]
+    while more := one_more(counts, operator, {operator: numbers[-1]}):
+        numbers.append(more)
+    return numbers
+
+
+def test_trying_all_numbers_of_chunks_finds_nothing_better(planner: PassPlanner) -> None:
+    """The paper's Mosaic-BF: where any division fits one is found, and none with less chunks."""
+    outcomes = set()
+    for draw in islice(draws(), NUM_CASES // 5):
+        num_tokens = int(draw.integers(600, 2000))
+        num_masked = int(draw.integers(1, num_tokens + 1))
+        counts = Counts(num_tokens, num_tokens, num_tokens, num_masked, (LogitNeeds(),))
+        template, least_bytes = planner.template(counts), planner.least_bytes(counts)
+        most_bytes = planner.whole_bytes(counts)
+        free_bytes = int(least_bytes + draw.uniform(-0.3, 1.1) * (most_bytes - least_bytes))
+        operators = [op for op in OPERATOR_TILES if op not in planner.by_tile]
+        fitting = []
+        for numbers in product(*(chunk_numbers(counts, op) for op in operators)):
+            chunks = dict(zip(operators, numbers, strict=True))
+            if template.at(bounds(counts, chunks)).needed_bytes <= free_bytes:
+                fitting.append(numbers)
+        outcomes.add(bool(fitting))
+        if not fitting:
+            with pytest.raises(PlanError, match="are free"):
+                planner.plan(counts, free_bytes)
+            continue
+        plan = planner.plan(counts, free_bytes)
+        found = tuple(plan.chunks[op] for op in operators)
+        assert found in fitting
+        better = [one for one in fitting if all(map(le, one, found)) and one != found]
+        assert not better, (counts, free_bytes, found)
+    assert outcomes == {True, False}
 
 
 PUBLISHED = {"llada": ("n_layers", 32), "dream": ("num_hidden_layers", 28)}
