@@ -234,6 +234,13 @@ def twice(facts: Facts) -> RoutedTokens | None:
     return RoutedTokens(experts, facts.routing.weights)
 
 
+def test_a_run_on_the_host_names_the_substitution_that_counts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with preset("lru", substitution=with_one(twice)) as name, open_half(name, device="cpu"):
+        assert "toy is its placement and its substitution alone: its assignment" in caplog.text
+
+
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_an_expert_twice_in_a_row_is_a_fault_and_the_engine_goes_on(device: str) -> None:
     with preset("lru", substitution=with_one(twice)) as name, open_half(name, device=device) as llm:

@@ -187,13 +187,16 @@ def make_engine_policies(
         costs = device.costs
     inputs = policy_inputs(choice, plan, num_experts, calibration, costs)
     if device is None:
+        policies = recipe(plan.policy).policies_without_device(inputs)
         unused = recipe(plan.policy).unused_without_device
         if unused and choice.policy == plan.policy and not plan.everything_fits:
             _log.warning(
-                "Without a device %s is its placement alone: its %s %s not used.",
-                *(plan.policy, " and its ".join(unused), "are" if len(unused) > 1 else "is"),
+                "Without a device %s is its placement%s alone: its %s %s not used.",
+                plan.policy,
+                "" if policies.substitution is None else " and its substitution",
+                " and its ".join(unused),
+                "are" if len(unused) > 1 else "is",
             )
-        policies = recipe(plan.policy).policies_without_device(inputs)
     else:
         policies = make_policies(plan.policy, inputs, everything_fits=plan.everything_fits)
     return replace(policies, solved=_solved(choice, plan, inputs))
