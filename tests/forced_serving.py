@@ -7,12 +7,12 @@ only the choice of each token is given.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lowtide import AsyncLLM
 from lowtide.core import BoolArray
-from lowtide.decode.request import Request, TokenMask
+from lowtide.decode.request import Event, Request, TokenMask
 from lowtide.families import SynthSize, families
 from lowtide.model_writing.synth import write_checkpoint
 from lowtide.parsing.pieces import Done, Piece
@@ -116,7 +116,9 @@ class ForcedService(Service):
 
     def __init__(self, llm: AsyncLLM, script: Sequence[str], aside: str = "A repair.") -> None:
         super().__init__(llm)
+        self.llm: Any = _Forcing(llm, self)
         self._script, self._aside = script, aside
+        self._asked: ContextVar[Ask] = ContextVar("asked")  # of each client's task
         self._forced: list[ForcedTokens] = []
         self.answered: list[Answered] = []
 
@@ -126,18 +128,17 @@ class ForcedService(Service):
         return sum(tokens.is_refused for tokens in self._forced)
 
     async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
+        self._asked.set(ask)
         async with aclosing(super().answer(ask, is_whole=is_whole)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Done):
                     self.answered.append(Answered(ask, piece))
                 yield piece
 
-    def _request(
-        self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event | None = None
-    ) -> Request:
-        request, tokenizer = super()._request(ask, prompt_ids, is_gone), self.llm.tokenizer
-        assert tokenizer is not None
-        ids = [*tokenizer.encode(self._text(ask)), *tokenizer.eos_token_ids]
+    def forced(self, request: Request) -> Request:
+        """Return the request whose tokens are those of its turn."""
+        tokenizer = self.llm.tokenizer
+        ids = [*tokenizer.encode(self._text(self._asked.get())), *tokenizer.eos_token_ids]
         forced = ForcedTokens(ids, self.llm.config.vocab_size, request.mask)
         self._forced.append(forced)
         return replace(request, mask=forced)
@@ -147,6 +148,22 @@ class ForcedService(Service):
             return self._aside
         num_turns = sum(turn.role == "assistant" for turn in ask.conversation.turns)
         return self._script[min(num_turns, len(self._script) - 1)]
+
+
+class _Forcing:
+    """A model to which a service's requests come with forced tokens."""
+
+    def __init__(self, llm: AsyncLLM, service: ForcedService) -> None:
+        self._llm, self._service = llm, service
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def events(
+        self, requests: Sequence[Request], *, is_whole: bool = False
+    ) -> AsyncGenerator[Event, None]:
+        forced = [self._service.forced(request) for request in requests]
+        return self._llm.events(forced, is_whole=is_whole)
 
 
 class ForcedTokens:
