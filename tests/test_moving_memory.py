@@ -111,7 +111,7 @@ def num_running_at_most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def watch(self: BatchDecoder) -> list[Event]:
         events = step(self)
-        counts.append(self.num_running)
+        counts.append(len(self.running))
         return events
 
     monkeypatch.setattr(BatchDecoder, "step", watch)
