@@ -110,6 +110,10 @@ def _last_over_first(_: Results, lines: Sequence[Line]) -> Found:
     return [steps[-1] / steps[0] for steps in distinct], lines
 
 
+def _longest_over_brute_force(_: Results, lines: Sequence[Line]) -> Found:
+    return [line["longest"] / line["brute_force_longest"] for line in lines], lines
+
+
 def _waited_over_exact(results: Results, buddies: Sequence[Line]) -> Found:
     if not buddies:
         return [], []
@@ -132,6 +136,7 @@ def _share_of_cells(_: Results, lines: Sequence[Line]) -> Found:
 FOUND: Mapping[str, Callable[[Results, Sequence[Line]], Found]] = {
     **{f"gain of {part}": _gain_of(part) for part in ("manager", "mask-only", "chunking")},
     "last step over first": _last_over_first,
+    "longest over brute force": _longest_over_brute_force,
     "waited over exact": _waited_over_exact,
     "share of a layer": _share_of_a_layer,
     "share of cells": _share_of_cells,
