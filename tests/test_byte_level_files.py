@@ -101,9 +101,9 @@ def test_a_text_begins_as_the_configuration_says(
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("vocab.json", '{"a": "b"}', "which is no number"),
-        ("vocab.json", '{"a": true}', "which is no number"),
-        ("vocab.json", '{"a": -1}', "which is no number"),
+        ("vocab.json", '{"a": "b"}', "which is not a number"),
+        ("vocab.json", '{"a": true}', "which is not a number"),
+        ("vocab.json", '{"a": -1}', "which is not a number"),
         ("vocab.json", "[]", "JSON"),
         ("merges.txt", "#version: 0.2\nab", "line 2, 'ab', is not two tokens"),
         ("merges.txt", "no merge\n", "do not make a tokenizer"),

@@ -259,7 +259,7 @@ def test_commands() -> None:
             "/set top_k none",
             "an integer (4k is 4096), not 'none'; /set top_k default takes",
         ),
-        ("/set logprobs 3", "'logprobs' is no parameter"),
+        ("/set logprobs 3", "'logprobs' is not a parameter"),
         ("/nothing at all", "Unknown command /nothing"),
         ("/retry", "no message yet"),
         ("/save", "/save needs the name of a file"),
@@ -456,10 +456,10 @@ def test_half_a_character_of_a_file_is_saved_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("# a page", "is no saved conversation"),
-        ("[1]", "is no saved conversation"),
-        ("{}", "is no saved conversation"),
-        ('{"messages": [{"role": "user"}]}', "is no saved conversation"),
+        ("# a page", "is not a saved conversation"),
+        ("[1]", "is not a saved conversation"),
+        ("{}", "is not a saved conversation"),
+        ('{"messages": [{"role": "user"}]}', "is not a saved conversation"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "an answer to it is missing"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "take turns"),
     ],

@@ -255,7 +255,7 @@ def test_a_hub_cannot_name_paths(
     named = path.format(folder=tmp_path) if isinstance(path, str) else path
     before = sorted(tmp_path.iterdir())
     for change, said in (
-        (saying(sha=named), "is no commit"),
+        (saying(sha=named), "is not a commit"),
         (saying_of(SHARD, lfs=lfs(named)), "no SHA-256 of 'model.safetensors'"),
     ):
         stand_in.change_listing = change
@@ -282,10 +282,10 @@ def with_name(name: object) -> Callable[[dict[str, Any]], object]:
         (saying_of(SHARD, size=-1), "-1 bytes of 'model.safetensors'"),
         (saying_of(SHARD, size=True), "True bytes of 'model.safetensors'"),
         (saying_of(SHARD, size=1.5), "1.5 bytes of 'model.safetensors'"),
-        (saying_of(SHARD, lfs=5), "says 5, which is no SHA-256 of 'model.safetensors'"),
-        (saying(siblings=5), "lists 5, which are no files"),
-        (saying(siblings=None), "lists None, which are no files"),
-        (saying(siblings=["config.json"]), "lists a list of 1 values, which are no files"),
+        (saying_of(SHARD, lfs=5), "says 5, which is not a SHA-256 of 'model.safetensors'"),
+        (saying(siblings=5), "lists 5, which are not files"),
+        (saying(siblings=None), "lists None, which are not files"),
+        (saying(siblings=["config.json"]), "lists a list of 1 values, which are not files"),
         (
             lambda listing: listing.update(more="x" * (65 << 20)),
             "answer has more than 67108864 bytes.*hf download.* give their folder",

@@ -141,7 +141,7 @@ def test_what_cannot_be_copied_is_refused(one: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is there already"):
         pack_experts(one)
     folder = synth("qwen3_moe", "tiny", tmp_path / "folder")
-    with pytest.raises(UsageError, match="is no GGUF file"):
+    with pytest.raises(UsageError, match="is not a GGUF file"):
         pack_experts(folder)
 
 

@@ -215,7 +215,7 @@ def test_settings_from_text() -> None:
         ("policy", "not NAME=VALUE"),
         ("=1", "not NAME=VALUE"),
         ("policy=none", "not known"),
-        ("rho=3", "'rho' is no option of a model, nor of the policy auto"),
+        ("rho=3", "'rho' is not an option of a model, nor of the policy auto"),
         ("policy=tide tau=x", "tau"),
         ("residents=half", "expected a share"),
         ("residents=1.5", "from 0 to 1"),

@@ -525,7 +525,7 @@ def test_a_key_is_drawn_once_and_only_its_user_can_read_it(tmp_path: Path) -> No
     path.chmod(0o600)
     for content in (b"", key[1:], key + b"x"):
         path.write_bytes(content)
-        with pytest.raises(StorageError, match="is no key"):
+        with pytest.raises(StorageError, match="is not a key"):
             own_secret(folder, "key")
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")

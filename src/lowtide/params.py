@@ -212,10 +212,13 @@ def check_kind(params: SamplingParams, architecture: str, writes_in_order: bool)
     off = unset if writes_in_order else AUTOREGRESSIVE_ONLY
     given = [name for name, value in off.items() if getattr(asked, name) not in (None, value)]
     if given:
-        reason = "does not write its tokens one by one"
-        if writes_in_order:
-            reason = "has no blocks to fill"
-        raise UnsupportedError(f"{', '.join(given)}: {architecture} {reason}; leave this out.")
+        verb = "is" if len(given) == 1 else "are"
+        kinds = ("autoregressive", "diffusion")
+        wanted, present = reversed(kinds) if writes_in_order else kinds
+        raise UnsupportedError(
+            f"{', '.join(given)} {verb} for {wanted} models; {architecture} is a {present} model. "
+            "Leave this out."
+        )
 
 
 @functools.cache

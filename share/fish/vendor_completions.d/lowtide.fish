@@ -21,15 +21,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from generate' -l prompt-ids -d '
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l raw -l no-raw -d 'Send the text as it is, without the chat template.'
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l think -l no-think -d 'Think before answering, or not; for models that can do both.'
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l system -d 'System message.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from generate' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from generate' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from generate' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from generate' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from generate' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from generate' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -81,15 +81,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from chat' -l history -l no-histo
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l raw -l no-raw -d 'Send the text as it is, without the chat template.'
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l think -l no-think -d 'Think before answering, or not; for models that can do both.'
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l system -d 'System message.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from chat' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from chat' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from chat' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from chat' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from chat' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from chat' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -131,15 +131,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from chat' -l policy-file -d 'Pyt
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l help-all -d 'Show all options.'
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l help -d 'Show the most used options.'
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -a 'demo:autoregressive demo:diffusion'
-complete -c lowtide -n '__fish_seen_subcommand_from plan' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from plan' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from plan' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from plan' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from plan' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from plan' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -161,15 +161,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from plan' -l policy-file -d 'Pyt
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l help-all -d 'Show all options.'
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l help -d 'Show the most used options.'
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -a 'demo:autoregressive demo:diffusion'
-complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -202,15 +202,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from serve' -l max-queued-tokens 
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l request-timeout -d 'Time limit of an answer in seconds, including waiting. Default: 3600.0.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l allowed-host -d 'Additional name to accept in the Host header. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l allowed-origin -d 'Origin of web pages that may ask, such as http://localhost:3000. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from serve' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from serve' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from serve' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from serve' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from serve' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from serve' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -239,15 +239,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from batch' -l any-model -l no-an
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l ray -l no-ray -d 'Answer on all nodes of the Ray cluster at RAY_ADDRESS.'
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l strict -l no-strict -d 'Exit with 1 if a line\'s answer is an error.'
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l served-name -d 'Model name shown to clients.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from batch' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from batch' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from batch' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from batch' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from batch' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from batch' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -270,15 +270,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from bench' -a 'demo:autoregressi
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l prompt -s p -d 'Text to continue; random tokens if not given.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l repeats -d 'Number of answers timed for each policy or setting. Default: 3.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l profile -d 'Write this machine as a hardware profile, for simulate --machine.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from bench' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from bench' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l policy -d 'Policies to compare, separated by commas. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from bench' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from bench' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from bench' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from bench' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -321,15 +321,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from bench' -l policy-file -d 'Py
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l help-all -d 'Show all options.'
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l help -d 'Show the most used options.'
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -a 'demo:autoregressive demo:diffusion'
-complete -c lowtide -n '__fish_seen_subcommand_from verify' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from verify' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from verify' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from verify' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from verify' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from verify' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -358,17 +358,17 @@ complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l buddies -l no-
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l buddy-weights -l no-buddy-weights -d 'Count the tokens of two experts by the lesser of the two weights.'
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l buddy-temperature -d 'Temperature of a token\'s weights in buddymoe\'s entropy gate. Default: 1.0.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l buddy-alpha -d 'Share of co-activations that buddies cover: one, one for each MoE layer (0.9,0.95), or the first and the last layer\'s (0.99:0.9).' -r
-complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l out -d 'The file to write; by default one in your cache, where it is found by itself.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l machine -d 'Profile that the table of intervals is for; default: rtx3090.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l out -d 'The file to write; by default one in your cache, where lowtide looks for it.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l machine -d 'Hardware profile for the table of refresh intervals; default: rtx3090.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -401,15 +401,15 @@ complete -c lowtide -n '__fish_seen_subcommand_from simulate' -l policy-file -d 
 complete -c lowtide -n '__fish_seen_subcommand_from simulate' -l help-all -d 'Show all options.'
 complete -c lowtide -n '__fish_seen_subcommand_from simulate' -l help -d 'Show the most used options.'
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -a 'demo:autoregressive demo:diffusion'
-complete -c lowtide -n '__fish_seen_subcommand_from quality' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; beside a GPU, for experts only. Default: auto.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from quality' -l host-memory -l memory -d 'Memory to use: 12G, 80% of the machine\'s, or auto; with a GPU, for experts only. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l gpu-memory -d 'GPU memory to use: 12G, 80%, or auto. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l policy -d 'Policy that keeps experts in memory; auto chooses one. Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from quality' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all experts fit, it is also the most of all running requests. Default: the model\'s, at most 4,096 (serve: more, where memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from quality' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from quality' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the one that plan finds faster).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from quality' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l expert-dtype -d 'Like --format, for experts only.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l dense-dtype -d 'Like --format, for everything but experts.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l activations -d 'Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it. Default: auto.' -x -a 'auto own int8'
@@ -428,10 +428,10 @@ complete -c lowtide -n '__fish_seen_subcommand_from quality' -l tokens -d 'Numbe
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l window -d 'Length of a scored window in tokens, at most. Default: 256.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l mask-ratios -d 'Shares of a diffusion model\'s tokens to hide, separated by commas. Default: 0.15,0.5,0.9.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l save-curve -l no-save-curve -d 'Measure the loss from replaced experts, for max_kl of buddymoe; kept with the buddies.'
-complete -c lowtide -n '__fish_seen_subcommand_from quality' -l choices -d 'File of multiple-choice questions, a JSON object a line.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from quality' -l choices -d 'File of multiple-choice questions, one JSON object per line.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l text -d 'Text file to score.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l plot -d 'Draw every setting\'s speed and loss into this file.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from quality' -l max-tokens -d 'Tokens written to time a setting; 0 times nothing. Default: 64.' -r
+complete -c lowtide -n '__fish_seen_subcommand_from quality' -l max-tokens -d 'Tokens written to time a setting; 0: no timing. Default: 64.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l seed -d 'Random seed; equal seeds give equal answers, whatever else runs; unset: 0.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l repeats -d 'How often each setting writes. Default: 3.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l json -d 'Print one JSON object and nothing else.'

@@ -18,7 +18,7 @@ class ModelKeywords(TypedDict, total=False):
     """Options of a model."""
 
     host_memory: str | int
-    """Memory to use: 12G, 80% of the machine's, or auto; beside a GPU, for experts only."""
+    """Memory to use: 12G, 80% of the machine's, or auto; with a GPU, for experts only."""
 
     gpu_memory: str | int
     """GPU memory to use: 12G, 80%, or auto."""
@@ -36,16 +36,16 @@ class ModelKeywords(TypedDict, total=False):
     """Option of the emulated device, such as link_GBps=2."""
 
     context: int | None
-    """Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all
-    experts fit, it is also the most of all running requests. Default: the model's, at most 4,096
-    (serve: more, where memory allows)."""
+    """Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts
+    fit, running requests share it. Default: the model's, at most 4,096 (serve: more if memory
+    allows)."""
 
     dtype: str | None
     """Data type to compute in, such as float32; default: the checkpoint's."""
 
     format: str | None
     """Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory,
-    may change answers), or auto (the one that plan finds faster)."""
+    may change answers), or auto (the fastest by lowtide plan)."""
 
     expert_dtype: str | None
     """Like `format`, for experts only."""

@@ -87,7 +87,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
     index, count = map(int, found.groups()) if found else (0, 0)
     if not 1 <= index <= count:
-        raise UsageError(f"--shard {text!r:.80} must be as 2/5: the second of five parts.")
+        raise UsageError(f"--shard {text!r:.80} must be like 2/5, the second of five parts.")
     return index, count
 
 

@@ -127,7 +127,7 @@ class Dialogue(abc.ABC):
     def _keep_stopped(self, line: str, text: str) -> None:
         """Keep the text of an answer that Ctrl-C stopped.
 
-        Raises KeyboardInterrupt again if standard input is no terminal: it ends the program then.
+        Raises KeyboardInterrupt again, to end the program, if standard input is not a terminal.
         """
         if not sys.stdin.isatty():
             raise KeyboardInterrupt
@@ -137,7 +137,7 @@ class Dialogue(abc.ABC):
     def _read(self, editor: LineEditor) -> str | None:
         """Read the next line, or return None at the end of input.
 
-        Ctrl-C drops a line that is being typed; if standard input is no terminal it ends the
+        Ctrl-C drops a line that is being typed; if standard input is not a terminal it ends the
         program.
         """
         while True:
@@ -212,8 +212,8 @@ class Dialogue(abc.ABC):
         name, value = name.replace("-", "_"), value.strip()
         if name not in SETTABLE:
             raise UsageError(
-                f"{name!r} is no parameter. {hint(name, list(self._names()), ELSEWHERE)} Options "
-                "such as context can only be set when chat starts."
+                f"{name!r} is not a parameter. {hint(name, list(self._names()), ELSEWHERE)} "
+                "Options such as context can only be set when chat starts."
             )
         if value:
             self._change(name, value)

@@ -91,7 +91,7 @@ def _session(commands: Sequence[str], history: Path | None) -> PromptSession[str
 
     kept: History = InMemoryHistory()
     if history is not None:
-        with suppress(OSError):  # a missing history is no error
+        with suppress(OSError):  # a missing history is not an error
             history.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(history, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))
             kept = _file_history(history)

@@ -215,7 +215,7 @@ def _unknown_in(env: Mapping[str, str]) -> tuple[str, ...]:
     known = [option.env for option in OPTIONS]
     unknown = sorted(name for name in env if name.startswith(ENV_PREFIX) and name not in known)
     return tuple(
-        f"{printable(name)} in the environment is no option and sets nothing.{meant(name, known)}"
+        f"{printable(name)} in the environment is not an option and is ignored.{meant(name, known)}"
         for name in unknown
     )
 

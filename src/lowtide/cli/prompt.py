@@ -80,7 +80,8 @@ def think_options(think: bool | None, tokenizer: Tokenizer | None) -> dict[str, 
         return {}
     if tokenizer is None or not tokenizer.template_names("enable_thinking"):
         raise UsageError(
-            "--think, --no-think: this model's chat template has no enable_thinking; leave it out."
+            "--think, --no-think: this model's chat template has no enable_thinking, so thinking "
+            "cannot be switched; leave it out."
         )
     return {"enable_thinking": think}
 

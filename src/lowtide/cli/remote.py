@@ -30,7 +30,7 @@ KEYS = ("LOWTIDE_API_KEY", "OPENAI_API_KEY")
 """Environment variables for the server's key; the first one set is used."""
 
 _TIMEOUT_S = 600.0  # without a byte: a long prompt may take its time
-_MAX_BYTES = 1 << 20  # of a line, or of an answer that is no stream
+_MAX_BYTES = 1 << 20  # of a line, or of an answer that is not a stream
 
 _NOT_SENT = ("n", "logprobs")  # a conversation has one answer, and shows no probabilities
 

@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 def stdout_console() -> Console:
     """Return a console on standard output, for answers and tables.
 
-    If it is no terminal, tables are as wide as their columns.
+    If it is not a terminal, tables are as wide as their columns.
     """
     console = _console(sys.stdout)
     if not console.is_terminal:
@@ -73,7 +73,7 @@ class _Console(Console):
 def _console(file: TextIO) -> Console:
     """Make a console that breaks lines between words on a terminal, and nowhere else.
 
-    A pipe or file is no terminal even if FORCE_COLOR is set: a live view would be noise there.
+    A pipe or file is not a terminal even if FORCE_COLOR is set: a live view would be noise there.
     """
     is_terminal = None if file.isatty() else False
     console = _Console(

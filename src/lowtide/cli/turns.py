@@ -114,8 +114,8 @@ class Turns:
             messages = None
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise UsageError(
-                f"{path} is no saved conversation: one is a JSON object with a list of messages, "
-                "each with a role and a text, as /save writes it."
+                f"{path} is not a saved conversation, which is a JSON object with a list of "
+                "messages, each with a role and a text, as /save writes it."
             )
         texts = [(message["role"], message["content"]) for message in messages]
         system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None

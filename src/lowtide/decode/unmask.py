@@ -63,8 +63,8 @@ def choose_edits(
     """Choose written positions whose token is replaced by another candidate: bool [block_length].
 
     `is_editable` are positions neither masked nor in the prompt. The candidate's confidence must
-    exceed `threshold`. A candidate that is the mask id is no edit, so that writing is never undone;
-    the published decoder lacks this guard and could continue to its last pass.
+    exceed `threshold`. A candidate that is the mask id is not an edit, so that writing is never
+    undone; the published decoder lacks this guard and could continue to its last pass.
     """
     is_other = (candidates != tokens) & (candidates != mask_token_id)
     is_sure = confidence > np.float32(threshold)

@@ -100,7 +100,7 @@ def diagnose(
         progress("measuring", 1, total)
         if perf_counter() < end_s:
             kernels, device = opened.kernels(), opened.memory.device
-            # With a GPU reads are no part of the costs, as in the engine, which looks for these
+            # With a GPU reads are not part of the costs, as in the engine, which looks for these
             # when it loads a model; the disk's rate is among the machine's.
             source = None if device == "cuda" else checkpoint
             measured = _ExpertMeasurement(experts, kernels, device, config, source)

@@ -77,7 +77,7 @@ class HostTier:
         self.wants_slots = False  # whether a slot that is given back is news
         self._uses: deque[tuple[int, Event]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
-        self._shared: dict[int, int] = {}  # further uses of slots that are no resident's
+        self._shared: dict[int, int] = {}  # further uses of slots of experts that are not resident
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
         self._waits_until_s = math.inf
 

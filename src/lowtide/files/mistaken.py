@@ -60,5 +60,5 @@ def mistaken_weights(start: bytes) -> str | None:
     head = start[:64]
     if _LETTER.search(head) and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
         line = head.decode().strip().splitlines()[0]
-        return f"a text that begins with {line!r}, no weights; fetch it again"
+        return f"a text that begins with {line!r}, not weights; fetch it again"
     return None

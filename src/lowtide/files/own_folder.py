@@ -89,7 +89,7 @@ class OwnFolder:
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
             return descriptor
         os.close(descriptor)
-        raise OSError(errno.EPERM, "it is no file of this user's")
+        raise OSError(errno.EPERM, "it is not a file of this user's")
 
     @contextmanager
     def writing(self, name: str, is_new: bool = False) -> Iterator[int]:
@@ -151,7 +151,7 @@ def own_secret(folder: OwnFolder, name: str) -> bytes:
         ) from error
     if len(secret) != SECRET_BYTES or mode & _OTHERS:
         raise StorageError(
-            f"{path} is no key of {SECRET_BYTES} bytes that this user alone can read (mode "
+            f"{path} is not a key of {SECRET_BYTES} bytes that this user alone can read (mode "
             f"{stat.S_IMODE(mode):04o}): remove it, and a new one is made. What was stored "
             "under the old one is not used then."
         )

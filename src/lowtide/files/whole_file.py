@@ -30,6 +30,8 @@ IsOwn = Callable[[IO[bytes]], bool]
 
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
 
 @contextmanager
 def whole_file(path: Path, noun: str, is_own: IsOwn | None = None) -> Iterator[IO[bytes]]:
@@ -78,7 +80,8 @@ def _refusing(path: Path, noun: str) -> Iterator[None]:
         yield
     except OSError as error:
         told = f"{noun.capitalize()} {path} cannot be written: {error.strerror or error}"
-        raise StorageError(f"{told}; make room, or name another file.") from error
+        way_out = "make room, or name" if error.errno in _FULL_DISK else "name"
+        raise StorageError(f"{told}; {way_out} another file.") from error
 
 
 def _is_replaced(path: Path) -> bool:

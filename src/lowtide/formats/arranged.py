@@ -185,7 +185,7 @@ class SectionedMatrix:
 
 
 def need_multiple(length: int, unit: int, what: str) -> None:
-    """Raise CheckpointError if a length is no multiple of `unit`."""
+    """Raise CheckpointError if a length is not a multiple of `unit`."""
     if length % unit:
         raise CheckpointError(f"{what} {length} does not divide into {unit}")
 

@@ -168,7 +168,7 @@ def _read_run(value: Any) -> OwnRun:
     run = OwnRun(**value)
     for count in (run.num_residents, run.num_passes):
         if type(count) is not int or not 0 <= count < 1 << 31:
-            raise ValueError(f"{count!r} is no count")
+            raise ValueError(f"{count!r} is not a count")
     for number in (run.num_rows, run.num_tokens, run.compute_s):
         _positive(number)
     for number in (run.wait_s, run.num_missed):
@@ -185,11 +185,11 @@ def _few(value: Any, most: int) -> Sequence[Any]:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise ValueError(f"{value!r:.80} is no count")
+        raise ValueError(f"{value!r:.80} is not a count")
     return value
 
 
 def _positive(value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{value!r:.80} is no time or share")
+        raise ValueError(f"{value!r:.80} is not a time or share")
     return float(value)

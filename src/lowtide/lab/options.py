@@ -63,5 +63,5 @@ OPTIONS: tuple[Option, ...] = (
         "Measure the loss from replaced experts, for max_kl of buddymoe; kept with the buddies.",
         False,
     ),
-    _quality("choices", "File of multiple-choice questions, a JSON object a line."),
+    _quality("choices", "File of multiple-choice questions, one JSON object per line."),
 )

@@ -75,7 +75,7 @@ def _question(line: str, where: str) -> ChoiceQuestion:
     for text in (context, *choices):
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UsageError(
-                f"{where} has half of a surrogate pair, which is no character: mend it."
+                f"{where} has half of a surrogate pair, which is not a character: mend it."
             )
     is_index = isinstance(answer, int) and not isinstance(answer, bool)
     if not is_index or not 0 <= answer < len(choices):

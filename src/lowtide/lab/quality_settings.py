@@ -36,7 +36,7 @@ class QualitySetting:
         check_policy(self.policy, self.policy_options)
         for name in ("policy", "policy_options", "context"):
             if name in self.options:
-                raise UsageError(f"{name} is no option of the model that settings differ in.")
+                raise UsageError(f"{name} is not an option of the model that settings differ in.")
         check_is_named(self.options.get("format"))
         if self.residents is None:
             return

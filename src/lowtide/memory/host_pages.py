@@ -78,7 +78,7 @@ class HostPages:
             raise UnsupportedError(f"Memory that moves needs Linux, not {sys.platform}.")
         if group_bytes % mmap.PAGESIZE:
             raise InternalError(
-                f"Groups of {group_bytes} bytes are no whole pages of {mmap.PAGESIZE} bytes."
+                f"Groups of {group_bytes} bytes are not whole pages of {mmap.PAGESIZE} bytes."
             )
         self.group_bytes = group_bytes
         self.num_bytes = align_up(num_bytes, group_bytes)

@@ -57,8 +57,8 @@ def read_byte_level_files(folder: Path, config: Mapping[str, Any]) -> tokenizers
     for token, number in vocabulary.items():
         if type(number) is not int or not 0 <= number < _MAX_TOKENS:
             raise CheckpointError(
-                f"{path}: token {shown(token)} has {shown(number)}, which is no number from 0 to "
-                f"{_MAX_TOKENS - 1}; {FETCH_AGAIN}."
+                f"{path}: token {shown(token)} has {shown(number)}, which is not a number from 0 "
+                f"to {_MAX_TOKENS - 1}; {FETCH_AGAIN}."
             )
     words = _RULES[config["tokenizer_class"]]
     backend = words.byte_level(vocabulary, _read_merges(folder / MERGES_NAME))
@@ -96,7 +96,9 @@ def _add_tokens(backend: tokenizers.Tokenizer, listed: object, folder: Path) -> 
         if not is_token or not all(isinstance(flag, bool) for flag in flags.values()):
             raise CheckpointError(f"{where}: {shown(entry)} is not a token; {FETCH_AGAIN}.")
         if not number.isascii() or not number.isdecimal() or len(number) > len(str(_MAX_TOKENS)):
-            raise CheckpointError(f"{where}: {shown(number)} is no token's number; {FETCH_AGAIN}.")
+            raise CheckpointError(
+                f"{where}: {shown(number)} is not a token's number; {FETCH_AGAIN}."
+            )
         tokens[int(number)] = tokenizers.AddedToken(entry["content"], **flags)
     backend.add_tokens([tokens[number] for number in sorted(tokens)])
     for number, token in tokens.items():

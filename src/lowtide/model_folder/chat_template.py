@@ -64,7 +64,7 @@ class ChatTemplates:
         """Render a conversation in the first of its `forms` that the template takes completely.
 
         A last answer that has begun ends the prompt. Raises UsageError for bad messages, options
-        that are no JSON, a template that fails, and an answer that cannot be continued;
+        that are not JSON, a template that fails, and an answer that cannot be continued;
         UnsupportedError for tools that no template shows.
         """
         template = self.default
@@ -118,7 +118,7 @@ def _checked_template(template: object, where: Path) -> str | None:
             f"{where}: the chat template has {len(template)} characters; "
             f"at most {MAX_TEMPLATE_CHARS} are accepted: shorten it."
         )
-    return template.removeprefix("\ufeff")  # a byte order mark is no part of a prompt
+    return template.removeprefix("\ufeff")  # a byte order mark is not part of a prompt
 
 
 @dataclass(frozen=True)

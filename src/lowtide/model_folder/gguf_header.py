@@ -240,7 +240,7 @@ def _fail_without_magic(cursor: _Cursor) -> NoReturn:
         raise CheckpointError(f"{cursor.file.path}: it is {found}.")
     begins = bytes(cursor.buffer[:4])
     cursor.fail(
-        f"it is no GGUF file: it begins with {begins!r}, not with b'GGUF'",
+        f"it is not a GGUF file: it begins with {begins!r}, not with b'GGUF'",
         f"fetch it again, or give another file{_of_pieces(cursor.file.path)}",
     )
 

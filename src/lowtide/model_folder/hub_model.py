@@ -94,7 +94,9 @@ class HubModel:
         commit = str(listing.get("sha"))
         if not is_commit(commit):
             said = shown(listing.get("sha"))
-            raise HubError(f"{name}: the hub says that it is {said}, which is no commit; {_LATER}.")
+            raise HubError(
+                f"{name}: the hub says that it is {said}, which is not a commit; {_LATER}."
+            )
         siblings = _siblings(listing.get("siblings"), name)
         gguf_files = _gguf_files(siblings, reference)
         files = {
@@ -256,7 +258,7 @@ def _gguf_files(names: Collection[str], reference: HubReference) -> tuple[str, .
 
 
 def _checked_name(file: object, model: str) -> str:
-    """Check a file's name; raises HubError if it is no text, or will be fetched and is unsafe."""
+    """Check a file's name; raises HubError if it is not text, or will be fetched and is unsafe."""
     if isinstance(file, str) and not _is_fetched(file) and not file.endswith(".gguf"):
         return file
     if not isinstance(file, str) or not _is_fit(file):
@@ -275,7 +277,7 @@ def _siblings(listed: object, model: str) -> Siblings:
     """Map names to the hub's description of files. Raises HubError for anything else."""
     files: list[Any] = listed if isinstance(listed, list) else [listed]
     if not all(isinstance(file, dict) for file in files):
-        raise HubError(f"{model}: the hub lists {shown(listed)}, which are no files; {_LATER}.")
+        raise HubError(f"{model}: the hub lists {shown(listed)}, which are not files; {_LATER}.")
     return {_checked_name(file.get("rfilename"), model): file for file in files}
 
 
@@ -294,7 +296,7 @@ def _sha256(name: str, siblings: Siblings, model: str) -> str | None:
         return None
     said = lfs.get("sha256") if isinstance(lfs, dict) else lfs
     if not _SHA256.fullmatch(str(said)):
-        told = f"{shown(said)}, which is no SHA-256 of {shown(name)}"
+        told = f"{shown(said)}, which is not a SHA-256 of {shown(name)}"
         raise HubError(f"{model}: the hub says {told}; {_LATER}.")
     return str(said)
 

@@ -120,7 +120,7 @@ def _packable(checkpoint: Checkpoint | None, folder: Path, is_rounded: bool) -> 
         raise CheckpointError(f"{folder} has no weights to pack; fetch them into it first.")
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise UnsupportedError(
-            f"{folder} is no folder of safetensors; only those are packed. Pack the folder "
+            f"{folder} is not a folder of safetensors; only those are packed. Pack the folder "
             "that it was made of, or have --format round it each time it is read."
         )
     if not is_rounded:

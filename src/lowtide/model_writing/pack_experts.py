@@ -70,7 +70,7 @@ def _source(facts: ModelFacts) -> tuple[Checkpoint, Path]:
     model = facts.folder
     if facts.checkpoint is None or not is_gguf(model):
         raise UsageError(
-            f"{model} is no GGUF file: in other files an expert lies in one piece already. Leave "
+            f"{model} is not a GGUF file: in other files an expert is in one piece already. Leave "
             "--by-expert out."
         )
     if facts.config.experts is None:

@@ -119,7 +119,7 @@ class CallForm(ABC):
 
     @abstractmethod
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
-        """Read the calls in a text that runs to the closing mark, or return None if it is no call.
+        """Read the calls in a text up to the closing mark; return None if it is not a call.
 
         tools: by name.
         """

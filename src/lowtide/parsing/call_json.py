@@ -93,7 +93,7 @@ def call_of(value: object, tools: Mapping[str, Tool]) -> Call | None:
 def arguments_text(text: str, tool: Tool | None) -> str | None:
     """Read arguments written on their own; return None if they are invalid.
 
-    For a tool with a single string parameter, text that is no JSON object is that string.
+    For a tool with a single string parameter, text that is not a JSON object is that string.
     """
     value = parsed(text) if text.strip() else {}
     if isinstance(value, Mapping):

@@ -39,7 +39,7 @@ _SIMPLE |= {each: each for each in "\\'\"/"}
 
 
 class NoLiteral(ValueError):
-    """Text that is no call of the form."""
+    """Text that is not a call of the form."""
 
 
 class _Spelling(NamedTuple):

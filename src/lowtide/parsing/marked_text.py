@@ -2,7 +2,7 @@
 
 A mark that the tokenizer has as one token is that token alone: the same letters written otherwise
 are text, since a model that writes about a mark does not use it. Other marks are found in the text.
-Special tokens that are no marks are reported, too: inside a value of a call they are text.
+Special tokens that are not marks are reported, too: inside a value of a call they are text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Mark(NamedTuple):
 
 
 class Special(NamedTuple):
-    """A special token that is no mark, as written."""
+    """A special token that is not a mark, as written."""
 
     text: str
 

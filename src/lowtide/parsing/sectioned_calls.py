@@ -28,7 +28,7 @@ class SectionedCalls(CallForm):
     may_end_open = True  # each call has its own end
 
     def is_value(self, held: str) -> bool:
-        """Return True inside a call: its mark ends a text that is no JSON."""
+        """Return True inside a call: its mark ends a text that is not JSON."""
         return self.one_begin in held and not held.rstrip().endswith(self.one_end)
 
     def is_closed(self, held: str, is_cut: bool) -> bool:

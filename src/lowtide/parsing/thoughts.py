@@ -13,7 +13,7 @@ class ThoughtMarks(NamedTuple):
     """The marks of thoughts, both of them tokens.
 
     name: written after the first mark, and no part of the thoughts.
-    may_recur: thoughts may follow text, and a mark that opens or closes nothing is no text.
+    may_recur: thoughts may follow text, and a mark that opens or closes nothing is not text.
     """
 
     begin: str

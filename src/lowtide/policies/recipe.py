@@ -74,9 +74,9 @@ class PolicyInputs:
 class PolicyOption(Generic[T_co]):
     """An option of a preset: a number in a range, or a word; docs/policies.md describes each.
 
-    Numbers need not be whole if the default is a float or, for a default that is no number, if an
-    end of the range is one. is_above_low: `low` itself is excluded. words: word -> value; a switch
-    has `true` and `false` and no range.
+    Numbers need not be whole if the default is a float or, for a default that is not a number, if
+    an end of the range is a float. is_above_low: `low` itself is excluded. words: word -> value; a
+    switch has `true` and `false` and no range.
     """
 
     name: str

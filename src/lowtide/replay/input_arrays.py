@@ -58,4 +58,4 @@ def _fingerprint(data: NDArray[Any]) -> str:
     try:
         return data.tobytes().decode("ascii")
     except ValueError:
-        raise Contradiction("its inputs' fingerprint is no text") from None
+        raise Contradiction("its inputs' fingerprint is not text") from None

@@ -115,7 +115,7 @@ class Results:
         try:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise UsageError(f"{path} is no file: name one, or - for standard output.")
+                raise UsageError(f"{path} is not a file: name one, or - for standard output.")
             if source is not None and os.path.samestat(found, os.fstat(source.fileno())):
                 raise UsageError(f"{path} is the input: name another file for the answers.")
             _lock(file, path)
@@ -297,7 +297,7 @@ def _parts(value: object) -> list[object]:
 def _checked(read: object, number: int) -> dict[str, Any]:
     """Return a valid batch line. Raise UsageError for anything else."""
     if not isinstance(read, dict):
-        raise UsageError(f"Line {number} of the input is no JSON object.")
+        raise UsageError(f"Line {number} of the input is not a JSON object.")
     for name, kind, noun in (
         ("custom_id", str, "a text"),
         ("url", str, "a path such as /v1/chat/completions"),

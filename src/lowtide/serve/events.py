@@ -1,7 +1,7 @@
 """`GET /v1/lowtide/events`: the running engine as a stream, for a page that shows it.
 
 The first event, `model`, has what does not change; each `state` is the present moment. Nothing is
-computed while there is no listener. A listener is no request: it takes no place in the queue.
+computed while there is no listener. A listener is not a request: it takes no place in the queue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RECENT_EVENTS = 50
 """Events over whose passes the share of waiting is taken."""
 
 _HIDDEN = ("seed", "n", "logprobs", "ignore_eos")
-"""Numbers of an answer that are no settings of a conversation, or have a place of their own."""
+"""Numbers of an answer that are not settings of a conversation, or have a place of their own."""
 
 
 def router_of(service: Service) -> APIRouter:

@@ -166,7 +166,7 @@ def host_name(header: str) -> str | None:
     """Return the name or address in a Host header, in lower case; None if it is malformed."""
     with suppress(ValueError):
         parts = urlsplit(f"//{header}")
-        _ = parts.port  # a ValueError for what is no number
+        _ = parts.port  # a ValueError for what is not a number
         if parts.netloc == header and "@" not in header:
             return parts.hostname
     return None

@@ -37,8 +37,8 @@ CHUNK_BYTES = 64 << 10
 class JsonRoute(APIRoute):
     """A route that reads bounded JSON: `APIRouter(route_class=JsonRoute)`.
 
-    An endpoint that is no coroutine is called with its body alone, a large one in the thread that
-    parses it.
+    An endpoint that is not a coroutine is called with the parsed body alone; if the body is large,
+    in the thread that parses it.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -46,7 +46,7 @@ def parse_cores(given: object) -> Cores:
     if isinstance(given, int) and not isinstance(given, bool):
         if 0 < given < MAX_CPUS:
             return given
-        raise UsageError(f"cores {shown(given)} is no number of cores; 3-3 is the core 3 alone.")
+        raise UsageError(f"cores {shown(given)} is not a number of cores; 3-3 is the core 3 alone.")
     try:
         if isinstance(given, str):
             return siblings_of(given)

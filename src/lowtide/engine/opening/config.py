@@ -42,7 +42,7 @@ class EngineConfig:
     """
 
     host_memory: str | int = _engine(
-        "Memory to use: 12G, 80% of the machine's, or auto; beside a GPU, for experts only.",
+        "Memory to use: 12G, 80% of the machine's, or auto; with a GPU, for experts only.",
         "auto",
         short="--memory",
         is_common=True,
@@ -61,9 +61,9 @@ class EngineConfig:
         "Option of the emulated device, such as link_GBps=2.", dict, name="device_option"
     )
     context: int | None = _engine(
-        "Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, and where all "
-        "experts fit, it is also the most of all running requests. Default: the model's, at most "
-        "4,096 (serve: more, where memory allows).",
+        "Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all "
+        "experts fit, running requests share it. Default: the model's, at most 4,096 (serve: more "
+        "if memory allows).",
         low=1,
         high=2**28,
         is_common=True,
@@ -73,7 +73,7 @@ class EngineConfig:
     )
     format: str | None = _engine(
         "Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less "
-        "memory, may change answers), or auto (the one that plan finds faster).",
+        "memory, may change answers), or auto (the fastest by lowtide plan).",
         is_common=True,
     )
     expert_dtype: str | None = _engine("Like --format, for experts only.")

@@ -30,8 +30,8 @@ def check_device(name: str, options: Mapping[str, str]) -> None:
         )
     if name == "cuda" and not _has_gpu():
         raise UnsupportedError(
-            "Device 'cuda': this torch sees no GPU. Choose --device cpu, or install a torch build "
-            "for your GPU."
+            "Device 'cuda': this PyTorch sees no GPU. Choose --device cpu, or install the PyTorch "
+            "build for your GPU."
         )
 
 

@@ -60,7 +60,6 @@ def check_exact_keys(config: ModelConfig, options: EngineConfig) -> None:
     name = config.architecture
     if isinstance(options.kv_cache, str):
         raise UnsupportedError(
-            f"kv_cache {options.kv_cache!r} approximates what bidirectional models (LLaDA, "
-            f"LLaDA-MoE, Dream) would compute again; {name} keeps exact keys and values: leave it "
-            "true."
+            f"kv_cache {options.kv_cache!r} is for bidirectional models (LLaDA, LLaDA-MoE, Dream); "
+            f"{name} keeps exact keys and values, so leave it true."
         )

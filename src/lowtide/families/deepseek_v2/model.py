@@ -188,7 +188,7 @@ class LatentAttention:
         spec, workspace = self._spec, self._compute.workspace
         values = (shape[0], spec.num_heads, spec.value_head_dim)
         value = workspace.take("value", values, attended.dtype)
-        # Attention also sums the rotating keys, which are no values; they are dropped here.
+        # Attention also sums the rotating keys, which are not values; they are dropped here.
         latents = attended[..., : spec.kv_lora_rank]
         in_tiles(partial(self._multiply_heads, self._to_value), latents, value)
         workspace.give_back(attended)

@@ -58,7 +58,7 @@ def bench(
 ) -> None:
     """Measure the machine, then a model's speed, under one policy or several.
 
-    Without a budget half of the experts is resident.
+    Without a budget, half of the experts are resident.
     """
     params, repeats = _params(settings), cast(int, settings["repeats"])
     if repeats < 1:
@@ -67,7 +67,7 @@ def bench(
     options = settings.engine_options()
     names = [name.strip() for name in str(options.pop("policy")).split(",")]
     if not all(names):
-        raise UsageError(f"--policy {','.join(names)}: a name is missing beside a comma.")
+        raise UsageError(f"--policy {','.join(names)}: a name is missing before or after a comma.")
     if len(set(names)) < len(names):
         raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
     own_options = cast(Mapping[str, str], options.pop("policy_options", {}))
@@ -223,7 +223,7 @@ def _notes(result: Result) -> list[str]:
     if not plan.num_experts:
         notes.append("The model has no experts: there is no policy to compare.")
     elif not result.is_budget_given:
-        notes.append("No budget was given: half of the experts is resident.")
+        notes.append("No budget was given: half of the experts are resident.")
     if plan.gpu is None and plan.num_experts:
         notes.append("Without a GPU policies differ only in which experts they keep in memory.")
     if is_paced(plan.device):

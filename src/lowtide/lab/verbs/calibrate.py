@@ -41,9 +41,9 @@ _MAX_LAYERS = 40
     Group.HUB,
     Group.OUTPUT,
     help_texts={
-        "out": "The file to write; by default one in your cache, where it is found by itself.",
+        "out": "The file to write; by default one in your cache, where lowtide looks for it.",
         "plot": "Draw pictures into this folder.",
-        "machine": "Profile that the table of intervals is for; default: rtx3090.",
+        "machine": "Hardware profile for the table of refresh intervals; default: rtx3090.",
     },
 )
 def calibrate(
@@ -53,9 +53,10 @@ def calibrate(
 ) -> None:
     """Learn from a text which experts a model uses, so that policies keep the right ones.
 
-    Routing, residual vectors and statistics go to --out, or to a file in the user's cache; the
-    table of intervals is for --machine. --buddies also records which expert can replace which, for
-    the policy buddymoe; --inputs records the inputs of experts' matrices, for pack and --format.
+    Routing, residual vectors and statistics go to --out, or to a file in the user's cache. The
+    table shows how often to choose residents again on --machine. --buddies also records which
+    expert can replace which, for the policy buddymoe; --inputs records the inputs of experts'
+    matrices, for pack and --format.
     """
     from lowtide.lab.profiles import load_profile
 

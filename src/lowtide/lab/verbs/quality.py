@@ -60,7 +60,7 @@ _MODEL_OPTIONS = {
     help_texts={
         "text": "Text file to score.",
         "plot": "Draw every setting's speed and loss into this file.",
-        "max_tokens": f"Tokens written to time a setting; 0 times nothing. Default: "
+        "max_tokens": f"Tokens written to time a setting; 0: no timing. Default: "
         f"{DEFAULT_MAX_TOKENS}.",
         "repeats": "How often each setting writes. Default: 3.",
     },
@@ -68,9 +68,9 @@ _MODEL_OPTIONS = {
 def quality(model: ModelName, *, settings: Settings) -> None:
     """Compare the quality and speed of settings such as --format q4 with the exact run.
 
-    A text, or multiple choice, is scored in decoding's own passes; then settings take turns at
-    writing, --repeats times --max-tokens (0 times nothing). Every --setting is a row, and so is the
-    exact run at every budget.
+    A text, or multiple choice, is scored in decoding's own passes. Then settings take turns at
+    writing --max-tokens tokens, --repeats times (--max-tokens 0: no timing). Every --setting is a
+    row, and so is the exact run at every budget.
     """
     options = settings.engine_options()
     policy, own = str(options.pop("policy")), options.pop("policy_options", {})
@@ -108,7 +108,7 @@ def quality(model: ModelName, *, settings: Settings) -> None:
 def parse_settings(texts: Sequence[str]) -> list[QualitySetting]:
     """Make rows from `NAME=VALUE NAME=VALUE ...`, one per combination of repeated names.
 
-    Raises UsageError for a word that is no pair, an unknown option or a bad value.
+    Raises UsageError for a word that is not a pair, an unknown option or a bad value.
     """
     found = [setting for text in texts for setting in _combinations(text)]
     if len(found) > MAX_SETTINGS:
@@ -142,7 +142,7 @@ def _setting(values: dict[str, str]) -> QualitySetting:
         if name not in known:
             near = meant(name, [RESIDENTS, "policy", *_MODEL_OPTIONS, *known])
             raise UsageError(
-                f"{source}: {name!r} is no option of a model, nor of the policy {policy}.{near}"
+                f"{source}: {name!r} is not an option of a model, nor of the policy {policy}.{near}"
             )
     return QualitySetting(
         policy,

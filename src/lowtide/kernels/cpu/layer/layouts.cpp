@@ -155,7 +155,7 @@ constexpr Field FIELDS[] = {
 extern "C" {
 
 // The `number`-th field of a struct: its name, or null where there are no more, its type, and three
-// numbers: the bytes before it, its own, and how many it has of the type, 0 for one that is no array.
+// numbers: the bytes before it, its own, and how many it has of the type, 0 for one that is not an array.
 // Or, as if they were fields of "BlockType", the type of blocks with that number: its name, and a
 // block's weights and bytes.
 const char* lowtide_layout(const char* of, long number, const char** type, long* place) {
