@@ -370,7 +370,9 @@ def test_logprobs_belong_to_the_completion(model) -> None:
 def test_what_the_model_cannot_honour_is_refused_by_name(model) -> None:
     blocks = DiffusionParams(steps=4, eos_early_stop=False)
     with LLM(model, context=100) as llm:
-        with pytest.raises(UnsupportedError, match="steps, eos_early_stop: BailingMoeV2"):
+        with pytest.raises(
+            UnsupportedError, match="steps, eos_early_stop are for diffusion models; BailingMoeV2"
+        ):
             llm.generate([[1]], SamplingParams(diffusion=blocks))
         with pytest.raises(PlanError, match="60 prompt tokens and 41 new .* need 101 .* is 100"):
             llm.generate([[1] * 60], SamplingParams(max_tokens=41))

@@ -126,8 +126,8 @@ def test_damaged_files_are_refused(
         ({"7": 3}, "is not a token"),
         ({"7": {"content": ""}}, "is not a token"),
         ({"7": {"content": "x", "special": "yes"}}, "is not a token"),
-        ({"seven": {"content": "x"}}, "no token's number"),
-        ({"9" * 99: {"content": "x"}}, "no token's number"),
+        ({"seven": {"content": "x"}}, "not a token's number"),
+        ({"9" * 99: {"content": "x"}}, "not a token's number"),
         ({"7": {"content": "<new>"}}, "gives '<new>' the number 7, and it follows as"),
     ],
 )

@@ -330,8 +330,12 @@ def test_autoregressive_models_have_parameters_of_their_own() -> None:
     assert run("generate", "demo:chat", "-p", "hi", *flags.split()).exit_code == 0
     [(_, params)] = PretendLLM.latest.asked
     assert None not in [getattr(params, name) for name in AUTOREGRESSIVE_ONLY]
-    assert "logprobs: LLaDA2" in refused("generate", MODEL, "-p", "hi", "--logprobs", "0")
-    assert "steps: Bailing" in refused("generate", "demo:chat", "-p", "hi", "--steps", "3")
+    assert "logprobs is for autoregressive models; LLaDA2" in refused(
+        "generate", MODEL, "-p", "hi", "--logprobs", "0"
+    )
+    assert "steps is for diffusion models; Bailing" in refused(
+        "generate", "demo:chat", "-p", "hi", "--steps", "3"
+    )
 
 
 def test_a_file_on_standard_input_follows_the_text(tmp_path: Path) -> None:

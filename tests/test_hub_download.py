@@ -256,7 +256,7 @@ def test_a_hub_cannot_name_paths(
     before = sorted(tmp_path.iterdir())
     for change, said in (
         (saying(sha=named), "is not a commit"),
-        (saying_of(SHARD, lfs=lfs(named)), "no SHA-256 of 'model.safetensors'"),
+        (saying_of(SHARD, lfs=lfs(named)), "not a SHA-256 of 'model.safetensors'"),
     ):
         stand_in.change_listing = change
         with pytest.raises(HubError, match=said) as caught:

@@ -220,7 +220,7 @@ def test_settings_from_text() -> None:
         ("residents=half", "expected a share"),
         ("residents=1.5", "from 0 to 1"),
         ("residents=1 host_memory=1GiB", "same thing"),
-        ("context=5", "no option of the model"),
+        ("context=5", "not an option of the model"),
         (" ".join(f"seed_{i}=1 seed_{i}=2" for i in range(12)), "option"),
     ):
         with pytest.raises(UsageError, match=said):

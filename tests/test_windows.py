@@ -143,11 +143,15 @@ def test_a_window_slides_and_its_sequence_is_cut_where_it_still_is(is_paged: boo
         check_seen(cache, kv, at)
         # At least the last pass can be undone, and any few of single tokens.
         least = at - (num_rows if num_rows > 1 else min(24, at - 202))
-        assert cache.cut(kv, least) == least
+        assert cache.largest_cut(kv, least) == least
     with pytest.raises(InternalError, match="keeps positions from .* on, not from 0 on"):
         cache.read(1, kv, at)
-    oldest = next(n for n in range(at) if cache.cut(kv, n))
-    assert 440 < oldest < 490 and not cache.cut(kv, oldest - 1) and not cache.cut(kv, at, 400)
+    oldest = next(n for n in range(at) if cache.largest_cut(kv, n))
+    assert (
+        440 < oldest < 490
+        and not cache.largest_cut(kv, oldest - 1)
+        and not cache.largest_cut(kv, at, 400)
+    )
     other = cache.branch(kv, oldest, 700)
     written(cache, other, oldest, oldest + 64)
     check_seen(cache, other, oldest + 64)

@@ -130,8 +130,8 @@ class RoutedTokens(NamedTuple):
 class Moves(NamedTuple):
     """A placement policy's decision for one layer: experts to admit and to evict.
 
-    admit: experts that are not resident and shall be after this step.
-    evict: residents that shall not; one that this step needs is evicted after its use.
+    admit: experts that become resident after this step.
+    evict: residents that leave; one that this step needs is evicted after its use.
     later: without a device, experts to become resident when the layer runs again; nothing waits for
       them yet.
     is_owed: True if admitted experts that this step does not fetch anyway arrive before the layer's

@@ -243,7 +243,7 @@ class MemoryPlan:
     snapshot_bytes: int = 0
     """A copy of one sequence's states, from which a later turn goes on; 0: tokens suffice."""
     policy_sizes: str = ""
-    """Numbers that the policy's options come to for this model, if they are not constants."""
+    """Numbers that the policy derives from its options for this model, unless constant."""
     prompt_chunks: int = 1
     """Most chunks of `max_rows` tokens of a prompt for which absent experts are read once."""
 
@@ -269,7 +269,7 @@ class MemoryPlan:
 
     @property
     def num_staging(self) -> int:
-        """Slots of the fast tier that experts only pass through."""
+        """Number of slots of the fast tier that experts only pass through."""
         return self.fast_tier.num_slots - sum(self.residents_per_layer)
 
     def __repr__(self) -> str:

@@ -45,7 +45,7 @@ _output = partial(command_option, Group.OUTPUT)
 
 
 def _shared(params: Any) -> tuple[Option, ...]:
-    """Return the options of a class that Python takes, without those of Python alone."""
+    """Return a class's options except those that only Python takes."""
     return tuple(option for option in options_of(params) if option.group is not Group.PYTHON)
 
 

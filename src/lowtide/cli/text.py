@@ -13,9 +13,8 @@ DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 class TextWriter:
     """Writes text to `out` as tokens are committed.
 
-    A model without a tokenizer (not `has_text`) has its ids written. On a terminal thoughts come
-    before the text, dimmed, and control characters are made visible; elsewhere thoughts are left
-    out.
+    Without a tokenizer (not `has_text`) token ids are written. On a terminal thoughts come before
+    the text, dimmed, and control characters are made visible; elsewhere thoughts are left out.
     """
 
     def __init__(self, out: IO[str], has_text: bool, is_terminal: bool) -> None:

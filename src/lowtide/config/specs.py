@@ -264,6 +264,6 @@ class ExpertSpec:
         return self.activation != "relu2"
 
     def elements(self, hidden_size: int) -> int:
-        """Return the elements of one routed expert: its matrices, and biases if any."""
+        """Return the number of elements of one routed expert: its matrices, and biases if any."""
         matrices = (3 if self.is_gated else 2) * hidden_size * self.expert_size
         return matrices + (2 * self.expert_size + hidden_size if self.is_clamped else 0)

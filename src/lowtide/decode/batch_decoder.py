@@ -269,7 +269,7 @@ class BatchDecoder(Generic[S, C]):
                 self._waiting.remove(request)
 
     def _first_tokens(self, request: Request) -> int:
-        """Return the tokens of KV cache that a request begins with."""
+        """Return the number of tokens of KV cache that a request begins with."""
         return self._kind.room_tokens(request, len(request.prompt) + ROOM_TOKENS)
 
     def _start(self, sequence: S, known: Request, num_tokens: int) -> None:
@@ -386,7 +386,7 @@ class BatchDecoder(Generic[S, C]):
 
 
 def nothing_to_heed() -> None:
-    """Stand for `BatchDecoder.heed` where nothing can end a pass."""
+    """Do nothing: the default `BatchDecoder.heed`, where nothing can end a pass."""
 
 
 def joined(parts: Sequence[PassRows]) -> PassRows:

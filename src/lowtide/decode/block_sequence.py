@@ -52,12 +52,12 @@ class BlockSequence(DraftSequence):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the next denoising pass, including final tokens that are not cached."""
+        """Number of rows of the next denoising pass, with final tokens that are not cached."""
         return self._block_end - self.num_cached
 
     @property
     def num_block_passes(self) -> int:
-        """Denoising passes over the active block so far."""
+        """Number of denoising passes over the active block so far."""
         return self._num_steps + self._num_post_steps
 
     @property

@@ -59,7 +59,7 @@ class CausalSequence:
 
     @property
     def num_rows(self) -> int:
-        """Rows to feed before the next token can be chosen: 1 once the prompt is cached."""
+        """Number of rows to feed before the next token is chosen: 1 once the prompt is cached."""
         return self.num_known - self.num_cached
 
     @property

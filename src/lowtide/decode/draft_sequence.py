@@ -47,11 +47,11 @@ class DraftSequence(abc.ABC):
     @property
     @abc.abstractmethod
     def block_length(self) -> int:
-        """Tokens of a block; the last block may be shorter."""
+        """Number of tokens of a block; the last block may be shorter."""
 
     @property
     def num_known(self) -> int:
-        """Tokens before the active block, which are final."""
+        """Number of tokens before the active block, which are final."""
         return self._block_start
 
     @property

@@ -61,7 +61,7 @@ class Running(Protocol):
 
     @property
     def num_known(self) -> int:
-        """Leading tokens that are final."""
+        """Number of leading tokens that are final."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Running(Protocol):
 
     @property
     def num_block_passes(self) -> int | None:
-        """Passes over the active block so far; None if the kind has no blocks."""
+        """Number of passes over the active block so far; None if the kind has no blocks."""
         ...
 
 
@@ -175,7 +175,7 @@ class KeptSequences:
 
     def end(self, sequence: Running) -> None:
         """Keep a finished sequence if it may be useful, replacing sequences it contains."""
-        num_tokens = self._kv_cache.cut(sequence.kv, self._num_reusable(sequence))
+        num_tokens = self._kv_cache.largest_cut(sequence.kv, self._num_reusable(sequence))
         tokens = sequence.tokens[:num_tokens].copy()
         if self._reuse is Reuse.OFF or len(tokens) < MIN_SHARED_TOKENS:
             self._kv_cache.free(sequence.kv)
@@ -185,7 +185,7 @@ class KeptSequences:
             is_alike = kept.block_length == block_length
             if is_alike and num_common(kept.tokens, tokens) == len(kept.tokens):
                 self._kv_cache.inherit(kept.kv, sequence.kv)
-                if self._kv_cache.cut(sequence.kv, len(kept.tokens)) == len(kept.tokens):
+                if self._kv_cache.largest_cut(sequence.kv, len(kept.tokens)) == len(kept.tokens):
                     self._kv_cache.free(kept.kv)
         self._kv_cache.keep(sequence.kv, len(tokens))
         num_prompt = len(sequence.request.prompt)
@@ -275,7 +275,7 @@ class KeptSequences:
         return place in sequence.cuts or not place % SNAPSHOT_TOKENS
 
     def _waits_for_states(self, request: Request, running: Sequence[Running]) -> bool:
-        """Do as `is_being_computed`, and have the states copied where this request's text ends."""
+        """Return `is_being_computed` with states, which are copied where this request leaves."""
         prompt, unit = self._beginning(request)
         best = self._best_source(request, running)
         least = MIN_AWAITED_TOKENS + (0 if best is None else best.num_tokens)
@@ -293,7 +293,7 @@ class KeptSequences:
     def _taken_over(self, source: _Beginning, num_tokens: int) -> KVRange | None:
         """Return a range of at least `num_tokens` tokens that begins like `source`.
 
-        None if there is no room beside it.
+        None if there is no room for a second range.
         """
         cache, shared, kv, kept = self._kv_cache, *source
         can_branch = cache.can_branch(kv, num_tokens)
@@ -310,7 +310,7 @@ class KeptSequences:
         prompt, unit = self._beginning(request)
         best = None
         for tokens, kv, kept in self._candidates(request.block_length, running):
-            num_tokens = self._kv_cache.cut(kv, num_common(tokens, prompt), unit)
+            num_tokens = self._kv_cache.largest_cut(kv, num_common(tokens, prompt), unit)
             if num_tokens >= MIN_SHARED_TOKENS and (best is None or num_tokens >= best.num_tokens):
                 best = _Beginning(num_tokens, kv, kept)
         return best
@@ -318,7 +318,7 @@ class KeptSequences:
     def _restored(
         self, request: Request, num_tokens: int, running: Sequence[Running]
     ) -> tuple[KVRange, int] | None:
-        """Do as `begin`, from a file that has more of the beginning than memory has."""
+        """Return what `begin` does from a file that has more of the beginning than memory."""
         if self.stored is None or self._reuse is Reuse.OFF:
             return None
         here = self._best_source(request, running)
@@ -370,5 +370,5 @@ class KeptSequences:
         return sequence.num_exact if is_exact else sequence.num_cached
 
     def _whole_rows(self, request: Request) -> int:
-        """Return the rows of the longest pass of such a request alone, in whole blocks."""
+        """Return the number of rows of such a request's longest pass alone, in whole blocks."""
         return self._max_rows // request.block_length * request.block_length

@@ -51,7 +51,7 @@ class Scheduled(NamedTuple, Generic[S]):
 
     @property
     def length(self) -> int:
-        """Rows of one copy."""
+        """Number of rows of one copy."""
         return self.stop - self.first
 
     @property
@@ -150,11 +150,11 @@ class Kind(abc.ABC, Generic[D, S, C]):
         """Return the pass by which the speed of answers is predicted."""
 
     def num_tokens(self, request: Request) -> int:
-        """Return the most tokens of the KV cache that a request can take."""
+        """Return the largest number of KV cache tokens that a request can take."""
         return request.canvas_length
 
     def room_tokens(self, request: Request, num_first: int) -> int:
-        """Return the tokens that a request occupies at once for its first `num_first` tokens."""
+        """Return the number of tokens that a request occupies at once for its first `num_first`."""
         return min(self.num_tokens(request), align_up(num_first, request.block_length))
 
     # Passes.

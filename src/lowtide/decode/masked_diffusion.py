@@ -285,7 +285,7 @@ def _joined(rows: Sequence[Rows]) -> Rows:
 
 
 def _num_copies(diffusion: DiffusionParams) -> int:
-    """Return the copies of a sequence in a pass: two with guidance."""
+    """Return the number of copies of a sequence in a pass: two with guidance."""
     return 2 if diffusion.cfg_scale else 1
 
 

@@ -213,7 +213,7 @@ class MaskedSequence(DraftSequence):
 
     @property
     def _num_tokens(self) -> int:
-        """Tokens of the active block."""
+        """Number of tokens of the active block."""
         return self._block_end - self._block_start
 
     @property

@@ -84,7 +84,7 @@ class Request:
 
     @property
     def block_length(self) -> int:
-        """Tokens written together; 1 for an autoregressive model."""
+        """Number of tokens written together; 1 for an autoregressive model."""
         return self.params.diffusion.block_length or 1
 
     @property

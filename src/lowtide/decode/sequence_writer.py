@@ -98,7 +98,7 @@ class SequenceWriter:
         stored = {entry.name: head for entry, head in files.of_model(waiting.model)}
         num_shared = {name: num_common(head.tokens, tokens) for name, head in stored.items()}
         for name, head in stored.items():
-            is_cut = self._layout.cut(head, len(tokens), 1) == len(tokens)
+            is_cut = self._layout.largest_cut(head, len(tokens), 1) == len(tokens)
             if num_shared[name] == len(tokens) and is_cut and {*snapshots} <= {*head.snapshots}:
                 files.folder.touch(name)  # all of it is there
                 self._note_stored(name, waiting)

@@ -69,7 +69,7 @@ class StoredSequences:
             if not are_windows or entry.num_bytes != self._layout.file_bytes(*sizes):
                 self._files.distrust(entry, f"it has {entry.num_bytes} bytes")
                 continue
-            num_tokens = self._layout.cut(head, num_common(head.tokens, prompt), unit)
+            num_tokens = self._layout.largest_cut(head, num_common(head.tokens, prompt), unit)
             if best is None or num_tokens > best.num_tokens:
                 best = StoredBeginning(entry, head, num_tokens)
         return best

@@ -136,7 +136,7 @@ class Link:
         return self._end_prefetch(layer, fetch)
 
     def take_arrivals(self, layer: int, experts: Sequence[int]) -> dict[int, Arrival | None]:
-        """Return those of `experts` in a slot or coming to one, the others as None.
+        """Map `experts` to their slots or copies under way; the others to None.
 
         The caller must settle them.
         """
@@ -407,7 +407,7 @@ class Link:
         return arrivals
 
     def _end_prefetch(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
-        """Do as `begin_layer` with prefetches: those that `layer` does not fetch were in vain."""
+        """End a layer's prefetches; those that `layer` does not fetch count as wasted."""
         self._ahead.clear()
         told, self._unheard = self._unheard, None
         if not self._coming:

@@ -234,7 +234,7 @@ class ExpertRuntime:
     def watched(self) -> Iterator[Callable[[], ExpertLook]]:
         """Count demands while the context lasts; yield a function that returns the counts.
 
-        It may be called on any thread, also in the midst of a pass. Layers that are wholly on a
+        It may be called on any thread, also during a pass. Layers that are wholly on a
         device are counted in one pass of each `SAMPLE_S`.
         """
         num_tokens = np.zeros_like(self._hits)

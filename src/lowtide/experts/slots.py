@@ -79,7 +79,7 @@ class SlotLedger:
 
     @property
     def num_slots(self) -> int:
-        """Slots that have memory: all but the retired ones."""
+        """Number of slots that have memory: all but the retired ones."""
         return int(np.count_nonzero(self.owner != RETIRED))
 
     @property

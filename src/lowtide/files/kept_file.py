@@ -186,10 +186,10 @@ class KeyLayout(NamedTuple):
         last_bytes = self.stored_bytes(num_left) if num_left else 0
         return num_whole * self.stored_bytes(self.chunk_tokens) + last_bytes
 
-    def cut(self, head: FileHead, num_tokens: int, unit: int) -> int:
-        """Return the most tokens, at most `num_tokens`, that a sequence can begin with.
+    def largest_cut(self, head: FileHead, num_tokens: int, unit: int) -> int:
+        """Return the largest number of tokens, at most `num_tokens`, to take over from a file.
 
-        They are a multiple of `unit`.
+        It is a multiple of `unit`.
         """
         most = num_tokens // unit * unit
         if self.state_bytes:

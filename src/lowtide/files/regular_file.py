@@ -39,7 +39,7 @@ class RegularFile(NamedTuple):
             return file
 
     def open(self, flags: int = 0) -> int:
-        """Open this very file for reading; `flags` are further ones of `os.open`.
+        """Open this very file for reading; `flags` are added to those of `os.open`.
 
         Raises StorageError if it cannot be opened or has changed.
         """

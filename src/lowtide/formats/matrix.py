@@ -66,11 +66,11 @@ class MatrixFormat:
     in_safetensors: bool = True  # `dtypes` are safetensors' names, not ours
 
     def num_bytes(self, num_weights: int, tensor: int = 0) -> int:
-        """Return the bytes of `num_weights` weights, in whole blocks, in one of the tensors."""
+        """Return the number of bytes of `num_weights` weights, in whole blocks, in one tensor."""
         return num_weights // self.block_size * self.block_bytes[tensor]
 
     def matrix_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a whole matrix in one tensor."""
+        """Return the number of bytes of a whole matrix in one tensor."""
         return self.num_bytes(math.prod(shape))
 
     def for_rows(self, num_columns: int) -> MatrixFormat:
@@ -88,7 +88,7 @@ class MatrixFormat:
         return (self,)
 
     def num_weights(self, num_items: int) -> int:
-        """Return the weights in `num_items` array items: elements, or bytes of blocks."""
+        """Return the number of weights in `num_items` array items: elements, or bytes of blocks."""
         is_plain = self.block_size == 1
         return num_items if is_plain else num_items // self.block_bytes[0] * self.block_size
 

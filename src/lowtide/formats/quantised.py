@@ -125,7 +125,7 @@ class QuantisedRows(Quantised):
 
 
 def row_bytes(num_columns: int, num_bits: int) -> int:
-    """Return the bytes of a row: the codes of whole groups, and four bytes per group."""
+    """Return the number of bytes of a row: codes of whole groups, and four bytes per group."""
     return -(-num_columns // GROUP) * (GROUP * num_bits // 8 + 4)
 
 

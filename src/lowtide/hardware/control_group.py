@@ -71,7 +71,7 @@ def _limit_bytes(folder: Path, names: _FileNames) -> int | None:
 
 
 def _free_bytes(folder: Path, names: _FileNames) -> int | None:
-    """Return the bytes left in a group; None if the folder is not a group or has no limit."""
+    """Return the number of bytes left in a group; None if it is not a group or has no limit."""
     limit = _limit_bytes(folder, names)
     if limit is None:
         return None

@@ -77,7 +77,7 @@ def prepare(
     heads: Heads,
     workspace: Buffers,
 ) -> None:
-    """Do as `Prepare` says, in torch."""
+    """Implement `Prepare` in torch."""
     with workspace.scope():
         mixed = _convolved(rows.mixed, weights, before, after, workspace)
         _fill_heads(heads, mixed, rows, weights, workspace)

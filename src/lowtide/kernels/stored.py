@@ -24,7 +24,7 @@ _ROWS_UNIT = 64  # a product's bits are the same however its rows are cut at mul
 
 
 def tile_rows(num_columns: int) -> int:
-    """Return the rows of a tile of a matrix [.., num_columns]."""
+    """Return the number of rows of a tile of a matrix [.., num_columns]."""
     return max(_ROWS_UNIT, TILE_WEIGHTS // num_columns // _ROWS_UNIT * _ROWS_UNIT)
 
 

@@ -138,13 +138,13 @@ class _Layout:
         return window - window % max(1, self.block_tokens)
 
     def num_context(self, window: int) -> int:
-        """Tokens of a window's prompt: with blocks one block, so a pass has two at most."""
+        """Number of tokens of a window's prompt: with blocks one, so a pass has two at most."""
         if self.block_tokens > 1:
             return self.block_tokens
         return CONTEXT_TOKENS if self.block_tokens else window // 2
 
     def num_scored(self, window: int) -> int:
-        """Tokens of a window that are scored; an autoregressive model decodes one fewer."""
+        """Number of tokens of a window that are scored; autoregressive models decode one fewer."""
         return window - self.num_context(window) - (self.block_tokens == 1)
 
     def text(

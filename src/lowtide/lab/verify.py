@@ -286,7 +286,7 @@ def _lossy(
     reference: _Run,
     task: _RunTask,
 ) -> Iterator[Verdict]:
-    """Yield the verdict of a policy whose passes may need more room, so it is loaded with it."""
+    """Yield the verdict of a lossy policy, on a model of its own: passes may need more room."""
     options = {**case.options, "policy": lossy.policy, "policy_options": lossy.options}
     plan = plan_model(model, **case.options)
     if not plan.num_experts:

@@ -48,7 +48,7 @@ class Segment:
         return self.first_position + self.stop - self.start
 
     def divided(self, inner_ends: Sequence[int]) -> list[Segment]:
-        """Return its parts, which end at these positions and at its own end."""
+        """Divide the segment at these positions; the last part ends where it does."""
         found, first = list[Segment](), self.first_position
         for end in (*inner_ends, self.end_position):
             start = self.start + first - self.first_position

@@ -63,7 +63,7 @@ class Needs:
 
     @property
     def num_staging_slots(self) -> int:
-        """Slots through which absent experts stream: enough to read ahead of the computation."""
+        """Number of slots through which absent experts stream: enough to read ahead."""
         num_experts = self.num_layers * self.num_experts
         if self.is_device:
             return device_staging_slots(num_experts)
@@ -71,7 +71,7 @@ class Needs:
 
     @property
     def num_least_slots(self) -> int:
-        """Slots without which nothing runs."""
+        """Number of slots without which nothing runs."""
         return int(self.fetches_all) if self.is_device else self.num_staging_slots
 
     @property
@@ -132,9 +132,12 @@ def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
         if needs.state_bytes:
             parts += f"states {format_size(needs.state_bytes)}, "
         parts += f"workspace {format_size(needs.workspace_bytes)}"
+    budget, least = format_size(budget_bytes), format_size(needs.minimum_bytes)
+    if budget == least:  # they differ by less than a digit shows
+        budget += f" ({budget_bytes} bytes)"
     return (
-        f"A budget of {format_size(budget_bytes)} is too small: at least "
-        f"{format_size(needs.minimum_bytes)} ({needs.minimum_bytes} bytes) are needed, for dense "
+        f"A budget of {budget} is too small: at least "
+        f"{least} ({needs.minimum_bytes} bytes) are needed, for dense "
         f"weights {format_size(needs.dense_bytes)}, {parts}, "
         f"read ring {format_size(needs.ring_bytes)}{slots}. Raise {flag}{shorter}."
     )

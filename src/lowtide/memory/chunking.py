@@ -87,7 +87,7 @@ def num_tiles(num_rows: int, tile_rows: int) -> int:
 
 
 def longest_tile(num_rows: int, tile_rows: int) -> int:
-    """Return the rows of the longest tile."""
+    """Return the number of rows of the longest tile."""
     if num_rows <= tile_rows + MAX_REMAINDER:
         return num_rows
     remainder = num_rows % tile_rows
@@ -95,12 +95,12 @@ def longest_tile(num_rows: int, tile_rows: int) -> int:
 
 
 def rows_together(num_rows: int, tile_rows: int, num_chunks: int) -> int:
-    """Return the rows of a chunk, in whole tiles, for at most `num_chunks` chunks."""
+    """Return the number of rows of a chunk, in whole tiles, for at most `num_chunks` chunks."""
     return -(-num_tiles(num_rows, tile_rows) // num_chunks) * tile_rows
 
 
 def chunk_rows(counts: Counts, operator: str, chunks: Mapping[str, int]) -> int:
-    """Return the rows of a chunk, in whole tiles, even if there are fewer rows."""
+    """Return the number of rows of a chunk, in whole tiles, even if there are fewer rows."""
     num_rows, tile_rows = counts.rows_of(operator), OPERATOR_TILES[operator]
     num_chunks = chunks.get(operator) or num_tiles(num_rows, tile_rows)
     return rows_together(num_rows, tile_rows, num_chunks)

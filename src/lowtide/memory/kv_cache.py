@@ -58,7 +58,7 @@ class KVRange(Span):
 
     @property
     def num_snapshots(self) -> int:
-        """Copies of its states."""
+        """Number of copies of the range's states."""
         return 0 if self.states is None else len(self.states.snapshots)
 
     @property
@@ -485,7 +485,7 @@ class KVCache(TokenSpans[KVRange]):
         """Return a layer's states of a sequence's next segment in this pass, in place.
 
         A layer asks once for each segment, in their order, and fills `after` after its last row. A
-        pass that does not come to its end (`end_pass`) leaves what it found.
+        pass that does not reach `end_pass` leaves states as they were.
         """
         if self._states is None:
             raise InternalError(f"Layer {layer} has no states.")
@@ -515,10 +515,10 @@ class KVCache(TokenSpans[KVRange]):
                 if kv_range.states is not None:
                     self._states.end_pass(kv_range.states)
 
-    def cut(self, kv_range: KVRange, num_tokens: int, unit: int = 1) -> int:
-        """Return the most tokens, at most `num_tokens`, after which a range can be cut; or 0.
+    def largest_cut(self, kv_range: KVRange, num_tokens: int, unit: int = 1) -> int:
+        """Return the largest number, at most `num_tokens`, to which a range can be cut; or 0.
 
-        They are a multiple of `unit`.
+        It is a multiple of `unit`.
         """
         states, pieces = kv_range.states, (kv_range.windows, *kv_range.copies)
         if states is not None:
@@ -669,14 +669,14 @@ class KVCache(TokenSpans[KVRange]):
         return all(num_here <= free for num_here, free in zip(wanted, num_free, strict=True))
 
     def _covers(self, windows: Sequence[Window], num_tokens: int) -> bool:
-        """Return True if these windows have all that the row after `num_tokens` tokens sees."""
+        """Return True if these windows have everything the row after `num_tokens` tokens sees."""
         return all(
             store.least_cut(window) <= num_tokens <= window.stop
             for store, window in zip(self._windows, windows, strict=False)
         )
 
     def _windows_at(self, num_tokens: int, pieces: Iterable[list[Window]]) -> list[Window]:
-        """Return those that have all that the row after `num_tokens` tokens sees."""
+        """Return the windows that have everything the row after `num_tokens` tokens sees."""
         found = next((each for each in pieces if self._covers(each, num_tokens)), None)
         if found is None:
             raise InternalError(f"A range cannot be cut after {num_tokens} tokens.")
@@ -767,13 +767,13 @@ class KVCache(TokenSpans[KVRange]):
 
     @property
     def _num_free_slots(self) -> int:
-        """The slots of states that are unused or hold snapshots."""
+        """Number of slots of states that are unused or hold snapshots."""
         if self._states is None:
             return 0
         return self._states.num_free + sum(taken.num_snapshots for taken in self._taken)
 
     def _weight(self, kv_range: KVRange) -> int:
-        """Return the tokens that take as much memory as a range has, rounded down as a plan is."""
+        """Return a range's memory as a number of tokens, rounded down as in a plan."""
         num_bytes = kv_range.num_usable * self.token_bytes
         if kv_range.states is not None:
             num_bytes += kv_range.states.num_held * self.snapshot_bytes
@@ -908,13 +908,13 @@ def cache_over(
 
 
 def keys_and_values(tensors: Sequence[Tensor], place: KVPlace) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a layer, which are one tensor where it has one array."""
+    """Return keys and values of a layer; they are the same tensor if it has one array."""
     arrays = tensors[place.group][place.number].unbind()
     return arrays[0], arrays[-1]
 
 
 def usable_with(span: Span, num_tokens: int) -> int:
-    """Return the leading tokens that have memory before a pass that needs `num_tokens`."""
+    """Return the number of tokens with memory once a pass that needs `num_tokens` is prepared."""
     if num_tokens <= span.num_usable:
         return span.num_usable
     return min(align_up(num_tokens, GROWTH_TOKENS), span.capacity)

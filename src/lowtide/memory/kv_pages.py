@@ -152,7 +152,7 @@ class KVShape(NamedTuple):
 
 
 def _cap(window: int, max_rows: int) -> int:
-    """Return the tokens that a pass of `max_rows` rows needs: its own, and those that they see.
+    """Return the number of tokens that a pass of `max_rows` rows needs: its own, and those seen.
 
     The first of them are a whole granule.
     """

@@ -48,7 +48,7 @@ class WindowStore(TokenSpans[Window]):
         self._gate, self._others_give_way = gate, give_way
 
     def capacity(self, num_tokens: int, first: int = 0) -> int:
-        """Return the tokens that a sequence of `num_tokens` takes from position `first` on."""
+        """Return the number of tokens that a sequence of `num_tokens` takes from `first` on."""
         num_after = max(1, num_tokens - first)  # a span without any would be in another's place
         return min(self._shape.cap, align_up(num_after, GRANULE_TOKENS))
 
@@ -71,7 +71,7 @@ class WindowStore(TokenSpans[Window]):
         window.capacity = min(window.capacity, self.capacity(num_all, window.first))
 
     def num_without_room(self, window: Window, first: int, stop: int) -> int:
-        """Return the tokens to drop before a pass over the positions from `first` to `stop`.
+        """Return the number of tokens to drop before a pass over positions `first` to `stop`.
 
         Half of what could be dropped stays if the pass is short, so that a next turn that leaves a
         few tokens out can still go on there.

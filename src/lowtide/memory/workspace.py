@@ -128,7 +128,7 @@ class Buffers(ABC):
                     self.state = self._keep(id(buffer), self._given_back(dead))
 
     def together(self, operator: str, num_rows: int) -> int:
-        """Return the rows of a chunk: the whole tiles that an operator takes together."""
+        """Return the number of rows of a chunk: the whole tiles that an operator takes together."""
         tile_rows = OPERATOR_TILES[operator]
         num_chunks = self._chunks.get(operator) or num_tiles(num_rows, tile_rows)
         return rows_together(num_rows, tile_rows, num_chunks)

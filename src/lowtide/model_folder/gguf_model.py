@@ -241,7 +241,7 @@ class _FoundTensor(NamedTuple):
 def _put_together(
     found: Sequence[_FoundTensor], whole: Collection[str], config: ModelConfig
 ) -> dict[str, TensorEntry]:
-    """Assemble tensors whose layout differs in memory, except those also present `whole`.
+    """Assemble the tensors stored in parts or rearranged; names in `whole` need none of it.
 
     Raises CheckpointError for parts that do not fill their tensor.
     """

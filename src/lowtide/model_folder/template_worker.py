@@ -111,7 +111,7 @@ def compiled(template: str) -> Template:
 class Sandbox(ImmutableSandboxedEnvironment):
     """Sandbox in which a template may also extend and shorten lists, as Kimi's do.
 
-    They are this process's own copies, made anew for each request.
+    They are this process's own copies, made for each request.
     """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

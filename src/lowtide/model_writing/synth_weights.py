@@ -249,7 +249,7 @@ class Noise:
         return to_bfloat16(np.concatenate(parts) * np.float32(std))
 
     def _parts(self, num_elements: int) -> Iterator[slice]:
-        """Yield the pool's slices for the next stretch."""
+        """Yield slices of the pool that together have the next `num_elements` random numbers."""
         length = len(self._pool)
         self._num_stretches += 1
         start = self._num_stretches * self._stride % length

@@ -83,10 +83,11 @@ class MemoryPrices(NamedTuple):
 def gives_way(
     is_planned: bool, age_passes: int, chance: float, slot_use: float, prices: MemoryPrices | None
 ) -> bool:
-    """Return True if a cache of this age should be dropped.
+    """Return True if a kept KV cache should be dropped, so that its memory holds experts.
 
-    is_planned: all KV caches fit into the planned size. prices: None until measured; the plan alone
-    then decides.
+    is_planned: all KV caches fit into the planned size. age_passes: passes since it was used.
+    chance: probability that a request reuses it. slot_use: share of passes in which an expert slot
+    in its place would save a read. prices: None until measured; the plan alone then decides.
     """
     if prices is None:
         return not is_planned

@@ -208,7 +208,7 @@ class Tide(Placement):
         return Ranks(self._rank, capacity, most=0, per_token=1, low_ids_leave=True)
 
     def refreshes(self, step: Step) -> bool:
-        """Return True if a pass chooses the residents anew; called once for each pass."""
+        """Return True if a pass chooses the residents again; called once for each pass."""
         is_left_out = self._starts_empty and step.kind is StepKind.PREFILL
         return not is_left_out and step.index % interval(self._tau) == 0
 

@@ -160,7 +160,8 @@ class Recipe:
     asks_scores: its substitution needs the router's scores in its facts, always or by its options.
     check_buddies: raises UsageError if options need a buddy profile and there is none.
     contradiction: returns an error message for contradictory options, or None.
-    sizes: describes what options come to, for layers of this many experts, with a device or not.
+    sizes: describes the numbers that options resolve to, for layers of this many experts, with a
+    device or not.
     """
 
     placement: Callable[[PolicyInputs], Placement]
@@ -222,7 +223,7 @@ class Recipe:
         )
 
     def policies_without_device(self, inputs: PolicyInputs) -> Policies:
-        """Make its placement for a host that runs every expert and reads absent ones."""
+        """Make the recipe's placement for a host that runs every expert and reads absent ones."""
         divided = replace(inputs, capacity=self.capacity(inputs))
         substitution = None if self.substitution is None else self.substitution(inputs)
         receipts, readmission = None, None

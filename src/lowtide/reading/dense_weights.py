@@ -154,7 +154,7 @@ class DenseWeights:
 
 
 def _arranged(entry: TensorEntry, target: NDArray[np.uint8], dtype: torch.dtype) -> list[AnyRead]:
-    """Return the reads of a tensor that is assembled from others, part by part."""
+    """List the reads of a tensor that is assembled from parts of others."""
     elements = target.view(f"u{dtype.itemsize}")
     return [
         ArrayRead(

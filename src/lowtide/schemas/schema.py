@@ -129,7 +129,7 @@ class ModelSchema:
 
     @property
     def expert_elements(self) -> int:
-        """Elements of all routed experts together."""
+        """Number of elements of all routed experts together."""
         return self.one_expert_elements * self.num_experts * len(self.moe_layers)
 
 

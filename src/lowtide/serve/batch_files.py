@@ -186,7 +186,7 @@ class Results:
             for number, line in enumerate(reader, 1):
                 is_whole = line.endswith(b"\n")
                 if not is_whole and (line.startswith(HEAD) or HEAD.startswith(line)):
-                    break  # a run was ended in the midst of it
+                    break  # a run ended while writing it
                 answer = _answer(line) if is_whole else None
                 if answer is None or answer["custom_id"] not in known:
                     raise UsageError(

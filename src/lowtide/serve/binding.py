@@ -84,7 +84,7 @@ def _placed(plan: MemoryPlan) -> str:
 
 
 def _smaller_format(plan: MemoryPlan) -> str:
-    """Return the advice to round weights, which may change answers; empty where it was followed."""
+    """Advise to round weights, which may change answers; return "" if they are rounded already."""
     is_small = not plan.formats.names.isdisjoint(("q8", "q4"))
     return "" if is_small else "A smaller format (--format q4) helps, and may change answers. "
 

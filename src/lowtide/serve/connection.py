@@ -138,7 +138,7 @@ class Connection(H11Protocol):
             return False
         longest = min(silent, key=lambda each: each._heard_s)
         longest.transport.abort()
-        self.connections.discard(longest)  # now, and not when the loop comes to it
+        self.connections.discard(longest)  # now, not when the loop gets to it
         return True
 
     def _feed_soon(self) -> None:

@@ -76,7 +76,7 @@ def router_of(service: Service) -> APIRouter:
 
 
 class NamedFunction(BaseModel):
-    """A function's name."""
+    """Object that names a function, as in `tool_choice`."""
 
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
 

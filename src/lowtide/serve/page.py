@@ -39,7 +39,7 @@ _POLICY = (
 
 HEADERS = {
     "content-security-policy": _POLICY,
-    "cache-control": "no-cache",  # asked for anew, and answered by 304
+    "cache-control": "no-cache",  # asked for again, and answered by 304
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "vary": "accept-encoding",

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _log = logging.getLogger(__name__)
 
 MAX_LINES = 10
-"""Lines of one kind logged in `WINDOW_S`; further ones are counted."""
+"""Lines of one kind logged in `WINDOW_S`; later ones are only counted."""
 
 WINDOW_S = 60.0
 MAX_KINDS = 256

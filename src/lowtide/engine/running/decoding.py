@@ -32,7 +32,7 @@ def make_decoder(engine: Engine) -> BatchDecoder[Any, Any]:
 
 
 def _max_chunks(engine: Engine) -> int:
-    """Return the chunks of a prompt for which a pass reads absent experts once.
+    """Return the number of chunks of a prompt for which a pass reads absent experts once.
 
     engine: any state of the model.
     """
@@ -41,7 +41,7 @@ def _max_chunks(engine: Engine) -> int:
 
 
 def template_tail(tokenizer: Tokenizer) -> int:
-    """Return the tokens at a prompt's end that a chat template drops once an answer follows.
+    """Count the tokens at a prompt's end that a chat template drops once an answer follows.
 
     0 if that cannot be said.
     """

@@ -39,8 +39,8 @@ class KeptRoom(KeptRule):
         snapshot_bytes: of a copy of all states.
         window_bytes: of a token, in each group of layers that keep the last tokens.
         """
-        # Number of bytes -> share of passes in which each slot made of them would save a read, 0 if
-        # slots need no more memory.
+        # Share of passes in which an expert slot would save a read if slots got this many more
+        # bytes; 0 if they need none.
         self.slot_use: Callable[[int], float] | None = None
         self._planned_tokens = planned_tokens
         self._token_bytes, self._slot_bytes = token_bytes, slot_bytes

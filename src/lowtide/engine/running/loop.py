@@ -139,7 +139,9 @@ class EngineLoop:
         """Queue requests or work; the caller waits for the result. Raise UsageError if closed."""
         self._check_process()
         if self._is_own_thread:
-            raise UsageError("An observer is called in the midst of a pass: it cannot ask for one.")
+            raise UsageError(
+                "An observer is called during a pass, so it cannot ask for another one."
+            )
         with self._worker.gate:
             if self._worker.is_closed:
                 raise self._worker.end_error()
@@ -175,7 +177,7 @@ class EngineLoop:
     def _begin_thread(self) -> None:
         worker = self._worker
         self._thread = threading.Thread(target=worker.serve, name="lowtide-engine", daemon=True)
-        # A daemon that is in the midst of a product would crash the interpreter's end.
+        # A daemon thread within a product would crash the interpreter's exit.
         weakref.finalize(worker, _end_at_exit, worker.mailbox, self._thread)
         try:
             self._thread.start()

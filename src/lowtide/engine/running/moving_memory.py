@@ -215,7 +215,7 @@ class MovingMemory:
         self._free.follow()
 
     def restore(self) -> None:
-        """Restore the planned slots, for a policy that starts anew.
+        """Restore the planned slots, for a policy that starts afresh.
 
         Raises PageError if the system has less memory than the budget.
         """
@@ -271,7 +271,7 @@ def kv_pages(
 def kv_pages_of(
     budget: PageBudget, shape: KVShape, dtype: torch.dtype, states: StateLayout | None
 ) -> KVPages:
-    """Do as `kv_pages` for a cache of a shape."""
+    """Reserve the addresses of a cache of this shape; see `kv_pages`."""
     whole = [KVLayout(each, dtype) for each in shape.groups]
     capped = [KVLayout(each.storage, dtype) for each in shape.windows]
     return kv_pages(budget, whole, states, capped)

@@ -203,7 +203,7 @@ def make_engine_policies(
 
 
 def with_sizes(plan: MemoryPlan, choice: PolicyChoice, experts: ExpertRuntime) -> MemoryPlan:
-    """Return the plan with what the options of its policy come to."""
+    """Return the plan with the numbers that its policy derives from its options."""
     if plan.everything_fits:
         return plan
     num_experts, has_device = experts.host.ledger.num_experts, plan.gpu is not None
@@ -264,7 +264,7 @@ def _check_workspace(planner: Planner, plan: MemoryPlan, policy: str) -> None:
 
 
 def _solved(choice: PolicyChoice, plan: MemoryPlan, inputs: PolicyInputs) -> str:
-    """Return the interval that `tau=paper` has come to, if the plan's policy has one."""
+    """Describe the interval that `tau=paper` resolved to; "" if the policy has no such option."""
     tau = parse_options(choice.policy, choice.options).get(TAU.name)
     is_used = tau is SolvedTau.PAPER and TAU.name in options_of(plan.policy)
     return f"tau {TAU.of(inputs)} by the paper" if is_used else ""

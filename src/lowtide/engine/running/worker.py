@@ -80,7 +80,7 @@ class WorkItem(Generic[T]):
     """Work to do between the passes of requests, and its future result."""
 
     def __init__(self, work: Passes[T], num_tokens: int, is_look: bool = False) -> None:
-        """is_look: it changes nothing, and may also be done in the midst of a pass."""
+        """is_look: it changes nothing, and may also be done during a pass."""
         self.work = work
         self.num_tokens = num_tokens
         self.is_look = is_look
@@ -147,7 +147,7 @@ class Worker:
         self._answers: dict[int, Answers] = {}  # by request, of those that the decoder has
         self._decoder.on_begin = self._decoder.on_progress = partial(_deliver, self._answers)
         self._is_in_pass = False
-        self._dropped: list[Queued] = []  # in the midst of a pass, after which they are cancelled
+        self._dropped: list[Queued] = []  # during a pass, after which they are cancelled
         self._num_expected = 0  # requests that are about to be queued
         self._is_stopped = self._has_ended = False
         self._fault: BaseException | None = None
@@ -331,7 +331,7 @@ class Worker:
                 del self._answers[event.request]
 
     def _heed(self) -> None:
-        """Read the mail in the midst of a long pass, and answer those who only look.
+        """Read the mail during a long pass, and run work that only looks.
 
         Requests and work are queued. Cancellations wait for the end of the pass, which is now if
         they are of its own requests.
@@ -353,7 +353,7 @@ class Worker:
         return event if receipt is None else replace(event, receipt=receipt)
 
     def _end_dropped(self) -> None:
-        """Cancel those who were dropped in the midst of a pass."""
+        """Cancel requests that were dropped during a pass."""
         dropped, self._dropped = self._dropped, []
         for queued in dropped:
             self.drop(queued)

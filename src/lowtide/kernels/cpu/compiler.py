@@ -91,7 +91,7 @@ class Running:
         try:
             threading.Thread(target=start).start()
             self._process = started.result()
-        except RuntimeError:  # there is no thread to be had, and so no process
+        except RuntimeError:  # no thread can be started, so there is no process
             raise
         except BaseException:
             with suppress(OSError):

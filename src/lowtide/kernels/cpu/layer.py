@@ -52,7 +52,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 class CompiledPass:
     """Arguments of a pass and scratch of its layers; keeps all of it alive.
 
-    It is reused for later passes over the same memory of rows.
+    Later passes whose rows are in the same memory reuse it.
     """
 
     def __init__(self, variant: int, facts: PassFacts, scratch: Scratch, num_threads: int) -> None:
@@ -214,7 +214,7 @@ def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _max_expert_rows(parts: LayerParts, max_rows: int) -> int:
-    """Return the most rows with which the whole layer, experts included, can run.
+    """Return the largest number of rows for which one call can run the layer, experts included.
 
     max_rows: the limit without experts.
     """

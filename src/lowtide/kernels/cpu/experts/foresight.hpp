@@ -72,7 +72,7 @@ class Foresight {
     // Of a count, after each guess.
     static constexpr double REMEMBERED = 0.98;
 
-    // Guesses that are not worth a read are watched in one pass of so many.
+    // Guesses that are not worth a read are watched in one of this many passes.
     static constexpr long WATCH_STRIDE = 8;
 
     struct Guess {

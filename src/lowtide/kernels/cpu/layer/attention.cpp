@@ -3,7 +3,7 @@
 // A block of keys at a time: the scores of all query heads that share a key head, their weights
 // beside the largest score so far, and the values under those weights. What came before is scaled
 // down when a larger score comes; a sink is a score that was there before all others. Blocks have a
-// fixed length, so a row's bits depend on nothing but itself and what it sees.
+// fixed length, so a row's bits depend only on the row and the tokens that it sees.
 
 #include <cstring>
 #include <limits>

@@ -16,14 +16,14 @@ struct AttendedRows {
     bf16* out;  // [num_rows, num_key_heads * group, value_dim]
     long out_stride;
     const std::int64_t* tokens;  // [num_rows, 2]: the first that a row sees, and how many
-    long window;  // of these only so many, the last; 0: all
+    long window;  // only the last `window` of these; 0: all
     long num_rows, num_key_heads, group, dim, value_dim;
     float scale;
     const float* sinks;  // [num_key_heads * group]: a further score of each head, without a value;
                          // or null
 };
 
-// A row's bits depend on nothing but itself and what it sees.
+// A row's bits depend only on the row and the tokens that it sees.
 void attend(int variant, int num_threads, const AttendedRows& rows);
 
 }  // namespace lowtide

@@ -29,12 +29,12 @@ constexpr long COLUMNS = 32;
 // Of queries and keys, in every published model; as in reference_delta.py.
 constexpr float NORM_EPS = 1e-6f;
 
-// Of a value head and a row, beside its vectors.
+// Scalars of one row of a value head.
 struct Strength {
     float growth, beta, key_query;  // growth: e^g
 };
 
-// What a thread computes of its rows before it comes to a head's matrix, in float32.
+// Values in float32 that a thread computes for its rows before it reads a head's matrix.
 struct Rows {
     std::vector<float> keys, queries;  // [rows, key_width]
     std::vector<float> values;  // [rows, value_width]

@@ -76,7 +76,7 @@ void find_best(const float* ranks, long length, long count, std::int64_t* best) 
     }
 }
 
-// Ranks become -inf but in the best groups; a group's rank is the sum of its best one or two.
+// Sets ranks to -inf outside the best groups; a group's rank is the sum of its best one or two.
 void limit_to_groups(const Choice& choice, float* ranks) {
     const long length = choice.num_experts / choice.num_groups;
     const long num_best = std::min(choice.num_group_best, length);
@@ -143,7 +143,7 @@ void choose(int variant, const Number* logits, const float* bias, const Choice& 
 extern "C" {
 
 // out[r, o] = sum over k of x[r, k] * w[o, k]; w [num_outs, num_k], rows adjacent. Strides are in
-// elements. A row's bits depend on nothing but the row and the weights.
+// elements. A row's bits depend only on the row and the weights.
 void lowtide_multiply_float32(
     int variant, int num_threads, const float* x, long x_stride, const float* w, float* out,
     long out_stride, long num_rows, long num_outs, long num_k

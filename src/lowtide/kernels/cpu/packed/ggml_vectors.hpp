@@ -262,7 +262,7 @@ constexpr long SPAN = 256;
 template <class Type>
 constexpr long BLOCKS_OF_SPAN = SPAN / Type::SIZE;
 
-// Registers of 32 weights that a step makes.
+// Number of registers that a step unpacks, of 32 weights each.
 template <class Type>
 constexpr int PARTS = 8 / Span<Type>::STEPS;
 

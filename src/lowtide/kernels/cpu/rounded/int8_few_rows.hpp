@@ -37,7 +37,7 @@ class FewRoundedRows {
           num_whole_(p.num_k / NUMBERS<Type>),
           num_left_((p.num_k + Type::GROUP - 1) / Type::GROUP - num_whole_ * SUMS),
           end_(p.w + p.num_outs * row_bytes_), ahead_(p.w, p.num_outs * row_bytes_, p.next) {
-        // Missing rows are the last one again; their outputs are not stored.
+        // The last row stands in for missing ones, whose outputs are not stored.
         for (long r = 0; r < rows; ++r) x_[r] = p.row<Type>(std::min(r, p.num_rows - 1));
     }
 
