@@ -121,7 +121,9 @@ def test_a_demo_knows_its_tasks_and_nothing_else(name: str) -> None:
         assert not demos.can_answer(tasks, question)
     for task in tasks:
         if task.example:
-            assert task.pattern.fullmatch(task.example) and task.example in demos.told(tasks)
+            assert task.pattern.fullmatch(task.example) and task.example in demos.describe_tasks(
+                tasks
+            )
     assert demos.tasks_of(Path(name)) == ()
 
 

@@ -26,7 +26,7 @@ from lowtide.cli.report import (
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.errors import LowtideError, UsageError
-from lowtide.model_folder.demos import can_answer, tasks_of, told
+from lowtide.model_folder.demos import can_answer, describe_tasks, tasks_of
 from lowtide.option import Group
 from lowtide.params import SamplingParams
 
@@ -134,7 +134,7 @@ def _on_screen(
         tasks = tasks_of(llm.path)
         is_known = isinstance(question.content, str) and can_answer(tasks, question.content)
         if tasks and not is_known and not settings.flag("quiet"):
-            stderr_console().print(told(tasks))
+            stderr_console().print(describe_tasks(tasks))
         prompt = question.token_ids(llm)
         show_sampling(llm, params, settings)
         if not settings.flag("quiet"):
@@ -180,7 +180,7 @@ def show_plan(llm: LoadedModel, settings: Settings, served: MemoryPlan | None = 
 def show_tasks(llm: LoadedModel, settings: Settings) -> None:
     """Print to standard error the tasks of a demo model."""
     if (tasks := tasks_of(llm.path)) and not settings.flag("quiet"):
-        stderr_console().print(told(tasks))
+        stderr_console().print(describe_tasks(tasks))
 
 
 def show_sampling(llm: LLM, params: SamplingParams, settings: Settings) -> None:

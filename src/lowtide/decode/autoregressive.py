@@ -20,7 +20,7 @@ from lowtide.decode.kind import Blame, Kind, Schedule, Scheduled, UsualPass, cal
 from lowtide.decode.logits import Model, tiled_logits
 from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
-from lowtide.decode.sampling import ArgMax, rows_not_finite, tell_if_never_drawn
+from lowtide.decode.sampling import ArgMax, rows_not_finite, warn_if_never_drawn
 from lowtide.errors import NumericError
 from lowtide.layers.few_rows import MAX_SHORT_ROWS
 from lowtide.memory.workspace import TILE_ROWS
@@ -41,7 +41,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
 
     def resolved(self, asked: SamplingParams, config: ModelConfig) -> SamplingParams:
         params = with_published(asked, config.sampling)
-        tell_if_never_drawn(params)
+        warn_if_never_drawn(params)
         return params
 
     def usual_pass(self, context: int) -> UsualPass:

@@ -226,10 +226,10 @@ class BatchDecoder(Generic[S, C]):
             logit_rows=logit_rows,
             asked=asked,
             chunk_ends=tuple(end - entries[0].first for end in entries[0].chunk_ends),
-            on_layer=partial(self._tell_layer, entries[0]),
+            on_layer=partial(self._report_layer, entries[0]),
         )
 
-    def _tell_layer(self, entry: Scheduled[S], share: float) -> None:
+    def _report_layer(self, entry: Scheduled[S], share: float) -> None:
         """Report the share of its layers that a pass over several chunks has been through."""
         self.heed()
         request, num_done = entry.sequence.request, int(share * entry.length)
@@ -310,10 +310,10 @@ class BatchDecoder(Generic[S, C]):
                 return False
             taking_part.append(sequence)
         self._taking_part = [sequence.request for sequence in taking_part]
-        self._tell_begun(taking_part)
+        self._report_begun(taking_part)
         return True
 
-    def _tell_begun(self, sequences: Iterable[S]) -> None:
+    def _report_begun(self, sequences: Iterable[S]) -> None:
         """Report sequences that are in their first pass."""
         begun: list[Event] = []
         for sequence in sequences:

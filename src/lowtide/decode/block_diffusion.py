@@ -23,7 +23,7 @@ from lowtide.decode.logits import Model, tiled_logits
 from lowtide.decode.masked_options import with_early_stop
 from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
-from lowtide.decode.sampling import ArgMax, tell_if_never_drawn
+from lowtide.decode.sampling import ArgMax, warn_if_never_drawn
 from lowtide.errors import NumericError, UnsupportedError
 from lowtide.params import AUTOREGRESSIVE_ONLY, DiffusionParams, SamplingParams
 
@@ -39,7 +39,7 @@ class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
     absent_fields = frozenset({*AUTOREGRESSIVE_ONLY, *_WITHOUT_RULE, "cfg_scale", "remasking"})
 
     def resolved(self, asked: SamplingParams, config: ModelConfig) -> SamplingParams:
-        tell_if_never_drawn(asked)
+        warn_if_never_drawn(asked)
         _check_options(asked.diffusion)
         names = [name for name in _DEFAULTED if getattr(asked.diffusion, name) is None]
         unset = {name: getattr(self.decoding.defaults, name) for name in names}

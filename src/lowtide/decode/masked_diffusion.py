@@ -37,7 +37,7 @@ from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
 from lowtide.decode.row_reading import Rows, read_logits, read_statistics
-from lowtide.decode.sampling import Sampling, tell_if_never_drawn
+from lowtide.decode.sampling import Sampling, warn_if_never_drawn
 from lowtide.errors import NumericError, PlanError
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Segment
@@ -62,7 +62,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
 
     def resolved(self, asked: SamplingParams, config: ModelConfig) -> SamplingParams:
         if not self.decoding.is_measured_as_drawn:
-            tell_if_never_drawn(asked)
+            warn_if_never_drawn(asked)
         diffusion = masked_options.resolve(
             asked.diffusion, self.decoding.defaults, asked.most_tokens, config.architecture
         )

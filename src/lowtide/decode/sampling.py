@@ -249,7 +249,7 @@ def filters_in(params: SamplingParams | Sampling) -> dict[str, float]:
     return {name: value for name, value in given.items() if value not in (None, FILTERS[name])}
 
 
-def tell_if_never_drawn(params: SamplingParams) -> None:
+def warn_if_never_drawn(params: SamplingParams) -> None:
     """Warn that filters have no effect at temperature 0, where no token is drawn."""
     filters = ", ".join(f"{name} {value}" for name, value in filters_in(params).items())
     if filters and not params.temperature:

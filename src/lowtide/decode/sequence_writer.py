@@ -63,22 +63,22 @@ class SequenceWriter:
         """Queue a newly kept range for writing."""
         waiting = _WaitingSequence(model, tokens, kv, kv.num_kept, monotonic() + SETTLE_S)
         try:
-            self._thread.submit(partial(self._write_or_tell, waiting))
+            self._thread.submit(partial(self._write_or_log, waiting))
         except StorageError as error:
-            self._tell(error)
+            self._log_failure(error)
 
     def drain(self) -> None:
         """Wait until all queued ranges that are still kept are written, at most `DRAIN_LIMIT_S`."""
         self._is_hurried.set()
         if not self._thread.drain(DRAIN_LIMIT_S):
-            self._tell(f"the disk has taken {DRAIN_LIMIT_S:g} s")
+            self._log_failure(f"the disk has taken {DRAIN_LIMIT_S:g} s")
 
     def close(self) -> bool:
         """End the thread. Return False if it is still writing and uses the folder."""
         self._is_hurried.set()
         return self._thread.close(CLOSE_LIMIT_S)
 
-    def _write_or_tell(self, waiting: _WaitingSequence) -> int:
+    def _write_or_log(self, waiting: _WaitingSequence) -> int:
         """Write a sequence, or log why not; return the bytes written."""
         self._is_hurried.wait(max(0.0, waiting.due_s - monotonic()))
         try:
@@ -86,7 +86,7 @@ class SequenceWriter:
         except _RangeGone:
             return 0
         except Exception as error:  # no fault of writing may fail a request
-            self._tell(error)
+            self._log_failure(error)
             return 0
 
     def _write(self, waiting: _WaitingSequence) -> int:
@@ -157,7 +157,7 @@ class SequenceWriter:
             seal(stored, chunk, head, self._files.key)
             yield stored
 
-    def _tell(self, reason: object) -> None:
+    def _log_failure(self, reason: object) -> None:
         text = reason.strerror if isinstance(reason, OSError) else str(reason).rstrip(".")
         _log.warning("A conversation is not kept in %s: %s.", self._files.folder.path, text)
 

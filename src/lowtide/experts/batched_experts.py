@@ -24,7 +24,7 @@ from lowtide.threads.executor import Executor
 
 
 def cores_beside_device(executor: Executor) -> int:
-    """Return the number of cores except the calling thread's, which queues the device's work."""
+    """Return the number of cores without the calling thread's, which queues the device's work."""
     return max(1, executor.num_cores - 1)
 
 

@@ -60,7 +60,7 @@ def measure_device_s(
 
 
 class _ColdExperts:
-    """Experts in turn, for ever, together too large for a core's caches."""
+    """Endless rotation of experts that are together too large for a core's caches."""
 
     def __init__(self, layout: SlotLayout, kernels: Kernels) -> None:
         """layout: of one layer."""

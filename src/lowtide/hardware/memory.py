@@ -44,7 +44,7 @@ def resident_bytes() -> int:
     """Return this process' physical memory."""
     import psutil
 
-    with _told_by_proc():
+    with _reading_proc():
         return int(psutil.Process().memory_info().rss)
 
 
@@ -54,7 +54,7 @@ def peak_resident_bytes() -> int:
     From `VmHWM`, which restarts with the program, unlike getrusage's figure. Raises UsageError if
     the system does not report it.
     """
-    with _told_by_proc():
+    with _reading_proc():
         lines = Path("/proc/self/status").read_text().splitlines()
     for line in lines:
         if line.startswith("VmHWM:"):
@@ -64,18 +64,18 @@ def peak_resident_bytes() -> int:
 
 def reset_peak() -> None:
     """Restart `peak_resident_bytes` from the present memory."""
-    with _told_by_proc():
+    with _reading_proc():
         Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager
-def _told_by_proc() -> Iterator[None]:
+def _reading_proc() -> Iterator[None]:
     """Raise UsageError if /proc is missing or incomplete."""
     try:
         yield
     except _proc_errors() as reason:
         raise UsageError(
-            f"This system does not tell its memory: /proc cannot be read ({reason}). Mount it "
+            f"This system does not report its memory: /proc cannot be read ({reason}). Mount it "
             "(mount -t proc proc /proc), or start the container with it."
         ) from reason
 
@@ -95,7 +95,7 @@ def _host_memory() -> tuple[int, int]:
         import psutil
     except ImportError:  # GPU tests also run where torch alone is installed
         return _meminfo("MemTotal"), _meminfo("MemAvailable")
-    with _told_by_proc():
+    with _reading_proc():
         memory = psutil.virtual_memory()
     return int(memory.total), int(memory.available)
 
@@ -109,4 +109,4 @@ def _meminfo(name: str) -> int:
     for line in lines:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
-    raise UsageError(f"This system does not tell its memory ({name}); install psutil.")
+    raise UsageError(f"This system does not report its memory ({name}); install psutil.")

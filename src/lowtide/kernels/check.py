@@ -103,7 +103,7 @@ def main() -> int:
     """Print a line for each variant; return 1 if one is not as it should be."""
     faulthandler.enable()  # an instruction that the processor lacks ends the process
     try:
-        load_parts(all_parts(), _told)
+        load_parts(all_parts(), _print_progress)
     except LowtideError as error:
         print(error, file=sys.stderr)
         return 1
@@ -120,7 +120,7 @@ def main() -> int:
     return 1 if faults else 0
 
 
-def _told(what: str, done: int, total: int) -> None:
+def _print_progress(what: str, done: int, total: int) -> None:
     print(f"\r{what}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 

@@ -159,7 +159,7 @@ class DeltaNet:
 
 
 def parts_of(segment: Segment) -> Iterator[slice]:
-    """Yield the rows of a batch that one call advances their sequence's state by."""
+    """Divide a segment's rows by calls, each of which advances the sequence's state."""
     if segment.goes_by_rows:
         yield slice(segment.start, segment.stop)
         return
@@ -171,6 +171,6 @@ def parts_of(segment: Segment) -> Iterator[slice]:
 
 
 def _kinds_of(segment: Segment) -> list[slice]:
-    """Return rows for each kernel, as many as it ever gets, of a segment that is only counted."""
+    """Return the largest rows that each kernel gets of a segment, for passes that are counted."""
     num_rows = segment.stop - segment.start
     return [slice(0, 1), *([slice(0, min(num_rows, CHUNK))] if num_rows > 1 else [])]

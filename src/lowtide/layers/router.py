@@ -46,7 +46,7 @@ class Router:
         return None
 
     def within(self, workspace: Buffers) -> Self:
-        """Return the router with its own scratch, for a guess beside a pass."""
+        """Return the router with scratch of its own, for predictions during a pass."""
         return replace(self, compute=replace(self.compute, workspace=workspace))
 
     def scores(self, x: Tensor) -> Tensor:

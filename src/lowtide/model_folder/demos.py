@@ -59,7 +59,7 @@ def can_answer(tasks: tuple[Task, ...], question: str) -> bool:
     return any(task.pattern.fullmatch(question.strip()) for task in tasks)
 
 
-def told(tasks: tuple[Task, ...]) -> str:
+def describe_tasks(tasks: tuple[Task, ...]) -> str:
     """Describe a demo's tasks in a sentence."""
     each = [f"{task.does} ({task.example})" if task.example else task.does for task in tasks]
     return f"This demo {', '.join(each)}; what it says to anything else means nothing."

@@ -43,8 +43,8 @@ from lowtide.model_folder.hub_download import fetch
 from lowtide.model_folder.hub_model import HubModel, is_small
 from lowtide.model_folder.hub_reference import HubReference, parse
 from lowtide.model_folder.hub_requests import brief
-from lowtide.model_folder.missing_model import is_path, no_file_told, no_model_told
-from lowtide.model_folder.ollama_names import ollama_told
+from lowtide.model_folder.missing_model import is_path, no_file_message, no_model_message
+from lowtide.model_folder.ollama_names import ollama_message
 from lowtide.progress import Progress, no_progress
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
     if folder.is_dir():
         gguf = None if has_weights(folder) else first_gguf(folder)
         if gguf is None and not os.path.lexists(folder / "config.json"):
-            raise ConfigError(no_model_told(folder))
+            raise ConfigError(no_model_message(folder))
         return gguf or folder
     if folder.exists() and not is_gguf(folder):
         raise UsageError(
@@ -127,7 +127,7 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
     except HubError as error:
         if reference != named.repo_id or not (is_path(reference) or folder.parent.is_dir()):
             raise
-        raise HubError(f"{error} {no_file_told(folder)}") from error
+        raise HubError(f"{error} {no_file_message(folder)}") from error
     except OSError as error:
         raise HubError(
             f"The hub's cache cannot be read: {error.filename}: {error.strerror}. {OTHER_CACHE}"
@@ -217,12 +217,12 @@ def _parse_hub_id(reference: str, folder: Path) -> HubReference:
         reference != found.repo_id or not is_path(reference) or not folder.parent.is_dir()
     )
     if is_path(reference) and "://" not in reference and not may_be_on_hub:
-        raise HubError(no_file_told(folder))
+        raise HubError(no_file_message(folder))
     if found is not None:
         return found
-    told = ollama_told(reference)
-    if told is not None:
-        raise HubError(f"There is no model {reference!r}. {told}")
+    message = ollama_message(reference)
+    if message is not None:
+        raise HubError(f"There is no model {reference!r}. {message}")
     raise HubError(
         f"There is no model {reference!r}. Tried: the folder {folder.absolute()}, which does not "
         "exist; the hub, whose ids look like org/name, org/name@revision or, with one of its GGUF "

@@ -23,7 +23,7 @@ def is_path(reference: str) -> bool:
     return begins or ends or "\\" in reference or reference.count("/") > 1
 
 
-def no_file_told(path: Path) -> str:
+def no_file_message(path: Path) -> str:
     """Say that there is no file at a path, with similar names."""
     first = next((p for p in (*reversed(path.parents), path) if not p.exists()), path)
     if first.is_symlink():
@@ -41,7 +41,7 @@ def no_file_told(path: Path) -> str:
     return f"{told} Near: {', '.join(str(first.parent / name) for name in near)}."
 
 
-def no_model_told(folder: Path) -> str:
+def no_model_message(folder: Path) -> str:
     """Say what a folder without a model holds, and what a model is."""
     told = (
         f"{folder} holds no model: neither config.json, beside *.safetensors, nor a GGUF file. "

@@ -128,7 +128,7 @@ OTHERS: Mapping[str, str] = {
 """Popular models that are not supported, by name."""
 
 
-def ollama_told(reference: str) -> str | None:
+def ollama_message(reference: str) -> str | None:
     """Explain a name of Ollama's library; None for any other name."""
     match = _NAME.fullmatch(reference)
     if match is None:

@@ -246,14 +246,14 @@ class _Packer:
     def _write_shard(self, shard: _Shard, reader: FileReader, num_ahead: int) -> None:
         tensors, writer = shard
         if writer.is_whole:
-            self._tell(sum(entry.num_bytes for _, entry in tensors))  # of an earlier run
+            self._add_done(sum(entry.num_bytes for _, entry in tensors))  # of an earlier run
             return
         with writer:
             for target, num_bytes in in_order(reader, self._pieces(tensors), num_ahead):
                 writer.write(target.data)
-                self._tell(num_bytes)
+                self._add_done(num_bytes)
 
-    def _tell(self, num_bytes: int) -> None:
+    def _add_done(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
         self._progress("packing", self._done_bytes, self._total_bytes)
 

@@ -65,7 +65,7 @@ def dali_sizes(options: Mapping[str, object], num_experts: int) -> DaliSizes:
     return DaliSizes(*(cast(int, options.get(name, size)) for name, size in own.items()))
 
 
-def _told_dali(options: Mapping[str, object], num_experts: int, has_device: bool) -> str:
+def _dali_sizes_text(options: Mapping[str, object], num_experts: int, has_device: bool) -> str:
     w_size, u_size, num_prefetch = dali_sizes(options, num_experts)
     ahead = f", {num_prefetch} prefetched" if has_device else ""
     return f"{u_size} swapped every {w_size} passes{ahead}"
@@ -165,7 +165,7 @@ _OWN: dict[str, Recipe] = {
         lambda s: Greedy(),
         lambda s: Residual(dali_sizes(s.options, s.num_experts).num_prefetch),
         options=(W_SIZE, U_SIZE, DALI_PREFETCH, SWAP),
-        sizes=_told_dali,
+        sizes=_dali_sizes_text,
     ),
     # Mixtral-Offloading: the experts used last, the others fetched.
     "lru": Recipe(_lru, lambda s: AllFetch(), fetches_all=True),

@@ -132,10 +132,10 @@ class Grammars:
         if 0 < len(refused) < len(optional):
             with suppress(LowtideError, Refusal):
                 masked = self._masked(request, tokenizer, _eased(wanted, refused), is_gone)
-                return masked, _told(refused)
+                return masked, _refusals_text(refused)
         names = [tool.name for tool in optional]
         masked = self._masked(request, tokenizer, _eased(wanted, names), is_gone)
-        return masked, _told({name: refused.get(name, reason) for name in names})
+        return masked, _refusals_text({name: refused.get(name, reason) for name in names})
 
     def _refused(
         self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
@@ -328,7 +328,7 @@ def _free_texts(tokenizer: Tokenizer, tools: Iterable[Tool]) -> str:
     return names and f"Not held to their grammars: {names}. {reason}"
 
 
-def _told(reasons: Mapping[str, str]) -> str:
+def _refusals_text(reasons: Mapping[str, str]) -> str:
     """Say which tools are not held to their schemas, by name, each group with its reason."""
     groups: dict[str, list[str]] = {}
     for name, reason in reasons.items():

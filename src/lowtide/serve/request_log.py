@@ -62,26 +62,26 @@ class LineLimit:
         now_s = time.monotonic()
         if kind not in self._windows and len(self._windows) >= MAX_KINDS:
             for other in [k for k, window in self._windows.items() if now_s >= window.end_s]:
-                self._tell(other)
+                self._end_window(other)
             if len(self._windows) >= MAX_KINDS:
                 kind = "others"
         window = self._windows.get(kind)
         if window is None or now_s >= window.end_s:
-            self._tell(kind)
+            self._end_window(kind)
             window = self._windows.setdefault(kind, _Window(now_s + WINDOW_S))
         window.num_lines += 1
         if window.num_lines == MAX_LINES + 1:
-            self._tell_later(kind, window.end_s - now_s)
+            self._end_later(kind, window.end_s - now_s)
         return window.num_lines <= MAX_LINES
 
-    def _tell_later(self, kind: str, wait_s: float) -> None:
+    def _end_later(self, kind: str, wait_s: float) -> None:
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:  # with the next line then
             return
-        running.call_later(wait_s, self._tell, kind)
+        running.call_later(wait_s, self._end_window, kind)
 
-    def _tell(self, kind: str) -> None:
+    def _end_window(self, kind: str) -> None:
         """End a kind's window and log how many lines were left out."""
         window = self._windows.pop(kind, None)
         if window is not None and window.num_lines > MAX_LINES:

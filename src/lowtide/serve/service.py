@@ -348,7 +348,7 @@ class Service:
             watch.reason = "error"
             raise
         finally:
-            self._tell(watch.served())
+            self._notify(watch.served())
 
     @asynccontextmanager
     async def _making(
@@ -444,7 +444,7 @@ class Service:
         check_kept(request)
         return [*pieces.finish(event.finish_reason == "length"), pieces.done(request, event)]
 
-    def _tell(self, served: Served) -> None:
+    def _notify(self, served: Served) -> None:
         for listener in self.on_served:
             listener(served)
 

@@ -46,7 +46,7 @@ class Together(Generic[A, B]):
             return
         running = asyncio.get_running_loop()
         self._thread = running.run_in_executor(None, self._done, [asked for asked, _ in part])
-        self._thread.add_done_callback(lambda thread: self._tell(part, thread))
+        self._thread.add_done_callback(lambda thread: self._deliver(part, thread))
 
     def _done(self, asked: Sequence[A]) -> list[B | BaseException]:
         outcomes: list[B | BaseException] = []
@@ -57,7 +57,7 @@ class Together(Generic[A, B]):
                 outcomes.append(error)
         return outcomes
 
-    def _tell(
+    def _deliver(
         self,
         part: Sequence[tuple[A, asyncio.Future[B]]],
         thread: asyncio.Future[list[B | BaseException]],

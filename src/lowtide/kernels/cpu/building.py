@@ -159,7 +159,7 @@ class _Build:
                         with lock:
                             command.output()
                             _keep(scratch / file.object.name, file.object)
-                watch.tell({file: each.elapsed_s for file, (each, _) in running.items()}, waiting)
+                watch.report({file: each.elapsed_s for file, (each, _) in running.items()}, waiting)
                 time.sleep(POLL_S if running else 10 * POLL_S)
         finally:
             for command, lock in running.values():
@@ -202,14 +202,14 @@ class _Watch:
 
     def __init__(self, files: Sequence[_File], report: Progress) -> None:
         self._files, self._report = files, report
-        self._start_s = self._told_s = time.monotonic()
+        self._start_s = self._reported_s = time.monotonic()
 
-    def tell(self, running: Mapping[_File, float], waiting: Sequence[_File]) -> None:
+    def report(self, running: Mapping[_File, float], waiting: Sequence[_File]) -> None:
         """Report progress; running: elapsed seconds of each file."""
         now_s, left = time.monotonic(), {*running, *waiting}
-        if left and now_s - self._told_s < _REPORT_S:
+        if left and now_s - self._reported_s < _REPORT_S:
             return
-        self._told_s = now_s
+        self._reported_s = now_s
         all_s = sum(file.expected_s for file in self._files)
         left_s = sum(file.expected_s for file in left)
         left_s -= sum(min(s, 0.9 * file.expected_s) for file, s in running.items())
@@ -316,7 +316,7 @@ def _note_use(path: Path) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove what killed compilations left, and files of old sources."""
+    """Remove leftovers of killed compilations, and files of old sources."""
     for pattern, limit_s in _OLD_S.items():
         for path in folder.glob(pattern):
             with suppress(OSError):  # another process is at it, too

@@ -181,7 +181,7 @@ def compare(
 def fastest_tau(trace: Trace, preset: str, inputs: PolicyInputs) -> int:
     """Return the tau of `TAUS` with the least simulated time.
 
-    Tried are those below a block's mean length, and the first above it, which refreshes once per
+    Tries the values below a block's mean length, and the first above it, which refreshes once per
     block. Each try has a fixed interval, even if `inputs` ask for one that follows the drift.
     """
     hits = trace.hits()
