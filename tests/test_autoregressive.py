@@ -435,7 +435,10 @@ def test_what_names_no_model_is_refused(named) -> None:
 def test_diffusion_models_refuse_what_needs_tokens_one_by_one() -> None:
     params = SamplingParams(max_tokens=8, presence_penalty=1.0, logprobs=0)
     with LLM(GOLDENS / "llada2-a") as llm:
-        with pytest.raises(UnsupportedError, match="presence_penalty, logprobs: LLaDA2"):
+        with pytest.raises(
+            UnsupportedError,
+            match="presence_penalty, logprobs are for autoregressive models; LLaDA2",
+        ):
             llm.generate([[1]], params)
 
 

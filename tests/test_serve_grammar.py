@@ -245,8 +245,8 @@ def test_a_strict_tool_s_arguments_where_none_must_be_called(form: CallFormat) -
     call = form.text(("paint", {"colour": "blue"}))
     wrong = encode(said + call)
     place = next(i for i, token in enumerate(wrong) if not taken(mask, token))
-    taken = form.tokenizer.decode(wrong[:place], skip_special=False)
-    assert taken.rstrip('"\n') == f"{said}{call[: call.index('blue')]}".rstrip('"\n')
+    accepted = form.tokenizer.decode(wrong[:place], skip_special=False)
+    assert accepted.rstrip('"\n') == f"{said}{call[: call.index('blue')]}".rstrip('"\n')
     mask = mask_of(None, form, tools=tools)
     text = "<|channel|>final<|message|>Done." if form is GPT_OSS else "Done."
     force(mask, encode(text))
