@@ -90,10 +90,12 @@ def test_every_id_has_a_piece(tokenizer: Tokenizer) -> None:
     assert tokenizer.piece(-1) == "<-1>"
 
 
-@pytest.mark.parametrize("bad", ["\ud800", "a\udfff"])
+@pytest.mark.parametrize("bad", ["\ud800", "a\udfff", "a\udfff is somewhere in a prompt"])
 def test_text_that_is_not_unicode(tokenizer: Tokenizer, bad: str) -> None:
-    with pytest.raises(UsageError, match="Unicode"):
+    """The fault is shown: a prompt's place is after a template's words, which nobody has typed."""
+    with pytest.raises(UsageError, match="not valid Unicode at character") as told:
         tokenizer.encode(bad)
+    assert repr(bad.removeprefix("a")[:20]) in str(told.value)
 
 
 def test_text_that_is_too_long(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

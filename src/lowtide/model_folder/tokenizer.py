@@ -51,6 +51,7 @@ MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKEN_ID = 2**31 - 1
 MAX_ADDED_TOKENS = 4096  # added to every text, such as BOS
 MAX_GROWTH = 4096  # most characters that one may become; XLNet's bound is 2592
+_SHOWN_CHARS = 20  # from the fault of a text on
 MAX_TURNS = 4  # pieces encoded concurrently
 
 
@@ -165,7 +166,10 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise UsageError(f"The text is not valid Unicode at character {error.start}.") from None
+            near = shown(text[error.start : error.start + _SHOWN_CHARS])
+            raise UsageError(
+                f"The text is not valid Unicode at character {error.start}: {near}."
+            ) from None
         if len(text) <= PIECE_CHARS:
             found = self._encoding(text, add_special)
             yield found.offsets, found.ids
