@@ -575,7 +575,9 @@ def _flatten_config(folder: Path) -> None:
         config["rotary_dim"] = int(factor * config["head_dim"])
     elif factor != usual_factor:
         config["partial_rotary_factor"] = factor
-    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    # Without a word, transformers would stretch gpt-oss'.
+    is_told = kind != "default" or config["model_type"] == "gpt_oss"
+    config["rope_scaling"] = {"type": kind, **rope} if is_told else None
     if config["model_type"].startswith("lfm2"):
         config["tie_embedding"] = config.pop("tie_word_embeddings")
     if config["model_type"] == "lfm2":

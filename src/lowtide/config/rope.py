@@ -71,15 +71,20 @@ def read_rope(
             fields.optional_number("partial_rotary_factor", low=0.0, high=1.0),
         )
     ]
+    name = "original_max_position_embeddings"
+    original = fields.optional_integer(name, low=1, high=MAX_POSITIONS)
+    positions = _Positions(max_positions, original)
     for name in ("rope_parameters", "rope_scaling"):
-        if fields.raw(name) is not None:
-            given.append(_nested(fields, name, max_positions, can_stretch))
+        if fields.raw(name) not in (None, {}):
+            given.append(_nested(fields, name, positions, can_stretch))
     theta = _agreed("rope_theta", [each.theta for each in given]) or usual_theta
     if theta is None:
         raise ConfigError("config.json has no rope_theta, neither flat nor in rope_parameters.")
-    stretches = [each.stretch for each in given if each.stretch is not None]
+    stretches = [each.stretch for each in given[1:]]
     if len(set(stretches)) > 1:
-        raise ConfigError("config.json: rope_parameters and rope_scaling disagree.")
+        raise ConfigError(
+            "config.json: rope_parameters and rope_scaling disagree; only one of them may be given."
+        )
     stretch = stretches[0] if stretches else _Stretch()
     if stretch.yarn is not None and theta == 1:
         raise ConfigError("config.json: a rope_theta of 1 has no frequencies for YaRN to stretch.")
@@ -129,10 +134,17 @@ class _RotaryFields(NamedTuple):
 
     theta: float | None
     factor: float | None  # of a head's dimensions, those that rotate
-    stretch: _Stretch | None = None
+    stretch: _Stretch = _Stretch()
 
 
-def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) -> _RotaryFields:
+class _Positions(NamedTuple):
+    """Contexts that stand outside of a rotary embedding's parameters."""
+
+    longest: int
+    original: int | None  # before stretching
+
+
+def _nested(fields: Fields, name: str, positions: _Positions, can_stretch: bool) -> _RotaryFields:
     given = fields.raw(name)
     if isinstance(given, PairDivisors):
         return _RotaryFields(None, None, _by_pair(given, can_stretch))
@@ -146,7 +158,7 @@ def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) ->
             f"config.json: {inner.prefix[:-1]}: the rotary embedding {shown(kind)} is not "
             f"supported, only {', '.join(map(shown, known))}; {OTHER_MODEL}."
         )
-    stretch = None if kind == "default" else _STRETCHES[kind](inner, max_positions)
+    stretch = _Stretch() if kind == "default" else _STRETCHES[kind](inner, positions)
     rotary = _RotaryFields(
         inner.optional_number("rope_theta", low=1.0, high=1e15),
         inner.optional_number("partial_rotary_factor", low=0.0, high=1.0),
@@ -164,23 +176,29 @@ def _rotary_dim(fields: Fields, head_dim: int, factor: float | None, usual: floa
     return int(head_dim * usual) if rotating is None else int(rotating)
 
 
-def _linear(inner: Fields, max_positions: int) -> _Stretch:
+def _linear(inner: Fields, positions: _Positions) -> _Stretch:
     """Read linear scaling: dividing positions by a factor equals dividing all frequencies."""
     return _Stretch(divisors=(inner.number("factor", low=1.0, high=1e6),))
 
 
-def _llama3(inner: Fields, max_positions: int) -> _Stretch:
+def _llama3(inner: Fields, positions: _Positions) -> _Stretch:
     bands = _Bands(
         factor=inner.number("factor", low=1.0, high=1e6),
         low=inner.number("low_freq_factor", low=1e-3, high=1e6),
         high=inner.number("high_freq_factor", low=1e-3, high=1e6),
-        original_positions=inner.integer(
-            "original_max_position_embeddings", low=1, high=MAX_POSITIONS, default=max_positions
-        ),
+        original_positions=_original_positions(inner, positions),
     )
     if bands.low >= bands.high:
         raise inner.error("low_freq_factor", f"must be below high_freq_factor {bands.high:g}")
     return _Stretch(bands=bands)
+
+
+def _original_positions(inner: Fields, positions: _Positions) -> int:
+    """Read the context before stretching, which may stand inside or outside."""
+    name = "original_max_position_embeddings"
+    own = inner.optional_integer(name, low=1, high=MAX_POSITIONS)
+    agreed = _agreed(name, [own, positions.original])
+    return positions.longest if agreed is None else int(agreed)
 
 
 def _by_pair(given: PairDivisors, can_stretch: bool) -> _Stretch:
@@ -218,7 +236,7 @@ def _of_band(frequency: float, bands: _Bands) -> float:
     return 1.0 / ((1.0 - share) / bands.factor + share)
 
 
-def _yarn(inner: Fields, max_positions: int) -> _Stretch:
+def _yarn(inner: Fields, positions: _Positions) -> _Stretch:
     factor = inner.number("factor", low=1.0, high=1e6)
     own, everywhere = (
         inner.optional_number(name, low=0.0, high=100.0) for name in ("mscale", "mscale_all_dim")
@@ -228,9 +246,7 @@ def _yarn(inner: Fields, max_positions: int) -> _Stretch:
         amplitude = mscale(factor, own) / mscale(factor, everywhere)
     yarn = Yarn(
         factor=factor,
-        original_positions=inner.integer(
-            "original_max_position_embeddings", low=1, high=MAX_POSITIONS, default=max_positions
-        ),
+        original_positions=_original_positions(inner, positions),
         beta_fast=_turns(inner, "beta_fast") or 32.0,
         beta_slow=_turns(inner, "beta_slow") or 1.0,
         amplitude=mscale(factor, 1.0) if amplitude is None else amplitude,

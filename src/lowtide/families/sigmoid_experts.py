@@ -17,8 +17,14 @@ GGUF_NAMES: Names = {
 }
 
 
-def read_sigmoid_experts(fields: Fields, first_layer: int = 0) -> ExpertSpec:
-    """Read the experts; first_layer: the first that has any, if all after it do."""
+def read_sigmoid_experts(
+    fields: Fields, first_layer: int = 0, usual_groups: tuple[int, int] = (1, 1)
+) -> ExpertSpec:
+    """Read the experts.
+
+    first_layer: the first that has any, if all after it do.
+    usual_groups: groups of experts, and of a token, where the config names none.
+    """
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     each, count = keys.expert_size(fields), keys.num_experts(fields)
@@ -28,8 +34,10 @@ def read_sigmoid_experts(fields: Fields, first_layer: int = 0) -> ExpertSpec:
         norm_topk_prob=fields.boolean("norm_topk_prob", default=True),
         first_layer=first_layer,
         shared_size=each * fields.integer("n_shared_experts", low=0, high=64, default=1),
-        num_groups=fields.integer("n_group", low=1, high=count, default=1),
-        num_groups_per_token=fields.integer("topk_group", low=1, high=MAX_EXPERTS, default=1),
+        num_groups=fields.integer("n_group", low=1, high=count, default=usual_groups[0]),
+        num_groups_per_token=fields.integer(
+            "topk_group", low=1, high=MAX_EXPERTS, default=usual_groups[1]
+        ),
         scaling_factor=fields.number("routed_scaling_factor", low=1e-6, high=1e6),
         score_function="sigmoid",
         has_bias=True,
@@ -45,6 +53,14 @@ def sigmoid_moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
         shared = prefix + "mlp.shared_experts."
         specs += parts.mlp(shared, config.moe.shared_size, config.hidden_size)
     return specs
+
+
+def absent_shared(config: ModelConfig) -> tuple[str, ...]:
+    """List names of shared experts that contradict the config."""
+    prefixes = [f"model.layers.{layer}." for layer in config.moe_layers]
+    if config.moe.shared_size:
+        return ()
+    return tuple(f"{prefix}mlp.shared_experts.gate_proj.weight" for prefix in prefixes)
 
 
 def gguf_sigmoid_experts(keys: GgufKeys, default_norm: bool) -> Config:

@@ -61,6 +61,8 @@ from lowtide.progress import Progress
 from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
+from lowtide.reading.tied_head import refuse_other_head
+from lowtide.schemas import model_schema
 from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor, spare_forked_threads
 
 _log = logging.getLogger(__name__)
@@ -82,6 +84,8 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         check_buddies(calibration, asked.policy, asked.policy_options)
     checkpoint = _found(facts.checkpoint, facts.folder)
     _check_machine(plan, asked.host_memory)
+    if config.tie_word_embeddings:
+        refuse_other_head(checkpoint, model_schema(config).names)
     if asked.check_weights:
         check_finite(checkpoint, asked.report)
     with ExitStack() as undo:

@@ -9,6 +9,7 @@ from lowtide.config.rope import mscale, read_rope
 from lowtide.errors import UnsupportedError
 from lowtide.families.deepseek_v2.gguf import GGUF
 from lowtide.families.family import Family
+from lowtide.families.sigmoid_experts import absent_shared
 from lowtide.files.json_file import shown
 from lowtide.schemas.parts import decoder, mlp, router, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
@@ -78,7 +79,7 @@ def read_attention(fields: Fields, is_interleaved: bool = True) -> LatentAttenti
 
 
 def schema(config: ModelConfig) -> ModelSchema:
-    return decoder(config, attention, _moe)
+    return decoder(config, attention, _moe, absent=absent_shared(config))
 
 
 def attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:

@@ -7,7 +7,7 @@ from lowtide.config.fields import MAX_LAYERS, Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.glm4_moe.gguf import GGUF
-from lowtide.families.sigmoid_experts import read_sigmoid_experts, sigmoid_moe
+from lowtide.families.sigmoid_experts import absent_shared, read_sigmoid_experts, sigmoid_moe
 from lowtide.schemas.parts import decoder, in_layers, normed_qkv
 from lowtide.schemas.schema import ModelSchema
 
@@ -28,7 +28,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
 
 def schema(config: ModelConfig) -> ModelSchema:
     attention = config.attention
-    absent: tuple[str, ...] = ()
+    absent = absent_shared(config)
     if not attention.has_qkv_bias:
         absent += in_layers(config, "self_attn.q_proj.bias")
     if not attention.has_qk_norm:

@@ -22,11 +22,12 @@ _PATTERN = "attention.sliding_window_pattern"
 
 def _config(keys: GgufKeys) -> Config:
     config = usual_config(keys, "GptOssForCausalLM", "intermediate_size")
-    scaling = config.get("rope_scaling")
+    scaling = config.get("rope_scaling", {"rope_type": "default"})
     if isinstance(scaling, dict) and scaling.get("rope_type") == "yarn":
         scaling["truncate"] = False  # as published; files do not say
     return {
         **config,
+        "rope_scaling": scaling,
         "sliding_window": keys.need("attention.sliding_window"),
         **_layer_types(keys),
     }
