@@ -109,6 +109,42 @@ def add_keys(**values: int | float | bool) -> Add:
     return add
 
 
+UNSET: dict[str, int | float | bool] = {
+    "rope__scaling__factor": 0.0,
+    "rope__scaling__attn_factor": 1.0,
+    "rope__scaling__yarn_attn_factor": 1.0,
+    "rope__scaling__yarn_ext_factor": -1.0,
+    "rope__scaling__yarn_beta_fast": 32.0,
+    "rope__scaling__yarn_beta_slow": 1.0,
+    "attention__scale": 0.0,
+    "attention__clamp_kqv": 0.0,
+    "attention__causal": True,
+    "expert_group_count": 0,
+    "expert_group_used_count": 0,
+    "expert_weights_scale": 0.0,
+}
+"""What llama.cpp writes of keys that a model does not have, where it saves one again."""
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("qwen3_moe", UNSET),
+        ("mixtral", {**UNSET, "attention__sliding_window": 0}),
+        ("olmoe", UNSET),
+        ("lfm2_moe", {**UNSET, "expert_weights_norm": False, "attention__sliding_window": 0}),
+        ("minimax_m2", {**UNSET, "expert_weights_norm": False, "expert_gating_func": 0}),
+        ("glm4_moe", {"expert_gating_func": 0}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_keys_that_llama_cpp_has_not_set_change_nothing(
+    family: str, said: dict[str, int | float | bool], tmp_path: Path
+) -> None:
+    plain = config_of(tmp_path / "plain.gguf", lambda writer: None, family)
+    assert config_of(tmp_path / "saved.gguf", add_keys(**said), family) == plain
+
+
 @pytest.mark.parametrize(
     ("family", "add"),
     [

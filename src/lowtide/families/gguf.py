@@ -336,8 +336,9 @@ def _rope_scaling(keys: GgufKeys) -> Config | PairDivisors | None:
     kind = keys.get("rope.scaling.type")
     # For YaRN this is config.json's attention_factor; other kinds ignore it.
     of_yarn = () if kind == "yarn" else ("yarn_attn_factor",)
-    for name in ("attn_factor", "yarn_ext_factor", *of_yarn):
+    for name in ("attn_factor", *of_yarn):
         keys.only(f"rope.scaling.{name}", 1.0)
+    keys.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)  # -1: as usual
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear")
     if kind == "none" or (kind in (None, "linear") and factor in (None, 0, 1)):
         return _divisors(keys)

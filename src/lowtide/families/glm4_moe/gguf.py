@@ -17,7 +17,7 @@ from lowtide.families.sigmoid_experts import GGUF_NAMES, SIGMOID, gguf_sigmoid_e
 
 
 def _config(keys: GgufKeys) -> Config:
-    keys.only("expert_gating_func", SIGMOID)
+    keys.only("expert_gating_func", 0, SIGMOID)  # 0: as usual
     return {
         **usual_config(keys, "Glm4MoeForCausalLM", can_group=True),
         **gguf_sigmoid_experts(keys, default_norm=True),

@@ -9,13 +9,12 @@ from lowtide.families.sigmoid_experts import SIGMOID
 
 def _config(keys: GgufKeys) -> Config:
     keys.only("expert_gating_func", SIGMOID)
-    norm_topk_prob = keys.get("expert_weights_norm")
     return {
         **usual_config(keys, "Lfm2MoeForCausalLM", attends_everywhere=False),
         **mixer_config(keys),
         "intermediate_size": keys.even("feed_forward_length", may_lack=True),
         "num_dense_layers": keys.integer("leading_dense_block_count", default=0),
-        "norm_topk_prob": True if norm_topk_prob is None else norm_topk_prob,
+        "norm_topk_prob": True,  # whatever the file says, as in llama.cpp
         "routed_scaling_factor": keys.get("expert_weights_scale") or 1.0,
         "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in keys.shapes),
     }

@@ -9,8 +9,7 @@ _MOE = "model.layers.#.block_sparse_moe."
 
 
 def _config(keys: GgufKeys) -> Config:
-    keys.only("expert_gating_func", SIGMOID)
-    keys.only("expert_weights_norm", True)
+    keys.only("expert_gating_func", 0, SIGMOID)  # 0: as usual
     keys.only("expert_weights_scale", 0.0, 1.0)
     return usual_config(keys, "MiniMaxM2ForCausalLM", "intermediate_size")
 
