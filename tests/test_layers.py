@@ -130,6 +130,22 @@ def test_rotary_in_float32_rounds_once(num_rows: int) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_end_of_every_head_rotates_by_itself(dtype: torch.dtype) -> None:
+    """As in latent attention, whose heads have a part that does not rotate."""
+    x, positions = randn(5, 3, 24, dtype=torch.bfloat16), torch.arange(100, 105)
+    workspace = Workspace(Arena(1 << 20).bytes)
+    rotation = Rotary(16, 5e5, x.device).rotation(positions, dtype, workspace)
+    expected = x.clone()
+    end = x[..., 8:].contiguous()
+    REFERENCE.rotate(end, rotation, workspace)
+    expected[..., 8:] = end
+    for kernels in (REFERENCE, choose_kernels("auto", torch.bfloat16)):
+        found = x.clone()
+        kernels.rotate(found[..., 8:], rotation, workspace)
+        assert torch.equal(found, expected)
+
+
 # Attention
 
 

@@ -161,7 +161,8 @@ class CompiledKernels(Kernels):
     def rotate(
         self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
     ) -> None:
-        if is_on_host(x):
+        are_adjacent = x.shape[1] == 1 or x.stride(1) == x.shape[2]  # heads
+        if is_on_host(x) and are_adjacent:
             self._few_rows.rotate(x, *rotation, num_threads)
         else:
             super().rotate(x, rotation, workspace)
