@@ -77,6 +77,10 @@ def test_text_is_written_by_the_text_part_alone(tmp_path: Path, prefix: str) -> 
 def test_keys_count_inside_then_outside() -> None:
     config = nested(dict(families()["qwen3_moe"].sizes()["tiny"].config))
     assert read_config(config).eos_token_ids == (config["eos_token_id"],)
+    config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = True, False
+    assert read_config(config).tie_word_embeddings  # the head is of the whole
+    del config["tie_word_embeddings"]
+    assert not read_config(config).tie_word_embeddings
     config["text_config"]["eos_token_id"] = 7
     assert read_config(config).eos_token_ids == (7,)
     assert read_config(config, overrides={"num_hidden_layers": 1}).num_layers == 1

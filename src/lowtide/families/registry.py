@@ -176,10 +176,12 @@ _OF_BOTH = (
     "torch_dtype",
     "eos_token_id",
     "pad_token_id",
-    "tie_word_embeddings",
     "quantization_config",
 )
 """Keys that stand outside of `text_config`, or inside, where they count."""
+
+_TIE = "tie_word_embeddings"
+"""Key that counts outside: the head belongs to the whole model. Inside, tools leave a default."""
 
 
 def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
@@ -195,7 +197,8 @@ def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
         return config
     outer = {key: config[key] for key in _OF_BOTH if key in config}
     inner = {key: value for key, value in text.items() if value is not None}
-    return {**outer, **inner, "architectures": names}
+    tie = {_TIE: config[_TIE]} if config.get(_TIE) is not None else {}
+    return {**outer, **inner, **tie, "architectures": names}
 
 
 def _family_of(fields: Fields) -> tuple[Family, str]:
