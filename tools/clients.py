@@ -1,6 +1,6 @@
 """Real coding agents against the server, to the end of a small repair: `make clients`.
 
-python tools/clients.py             # a minute for each, behind 770 MB that npm fetches once
+python tools/clients.py             # a minute for each, after 770 MB that npm fetches once
 python tools/clients.py TEMPLATE    # and again with a model with states and Qwen3.5's template
 
 TEMPLATE is a file that the sdist of llama-cpp-python has: Qwen3.5-4B.jinja in vendor/llama.cpp/
@@ -80,7 +80,7 @@ class Writing(NamedTuple):
     gap: str
 
     def answer(self, text: str, *call: tuple[str, dict[str, object]], thought: str = "") -> str:
-        """Return an answer as it is written, with a call behind its text."""
+        """Return an answer as it is written, with a call after its text."""
         thought = thought or self.thought
         begun = f"{self.before}{thought}\n</think>\n\n" if thought else ""
         return begun + text + (self.gap if text and call else "") + self.calls.text(*call)
@@ -278,7 +278,7 @@ def _config(agent: Agent, model: Path, url: str) -> str:
 def _run(agent: Agent, programs: Path, home: Path, repository: Path, config: str) -> str:
     """Run an agent to its end, or for `LIMIT_S`, and return its output.
 
-    config: files, each behind its name, or lines for a shell.
+    config: files, each after its name, or lines for a shell.
     """
     files = re.split(r"^# ~/(.+)\n", config, flags=re.MULTILINE)
     for name, text in zip(files[1::2], files[2::2], strict=True):

@@ -16,7 +16,7 @@ _NAMED = {"true": True, "false": False, "nullptr": None}
 
 
 def calls_of(source: str, function: str) -> Iterator[list[Any]]:
-    """The arguments of a function's calls behind the first, of those that are texts and values."""
+    """The arguments after the first of a function's calls, of those that are texts and values."""
     for match in re.finditer(rf"\b{function}\(t,", source):
         reader = _Reader(source, match.end())
         arguments = reader.values(")")

@@ -57,7 +57,7 @@ class Reader:
         return self._list("(", ")")
 
     def chain(self) -> Iterator[tuple[str, list[Any]]]:
-        """Calls one behind the other, to the end of the statement."""
+        """Calls one after the other, to the end of the statement."""
         while self.kind == "sign" and self.value == ".":
             self._next()
             name = self.value

@@ -122,7 +122,7 @@ def run(llama: Path) -> int:
 
 
 def _count(counts: Counter[str], template: str, case: str, found: str) -> None:
-    """found: empty where both are the same, else what differs, behind a word for its kind."""
+    """found: empty where both are the same, else what differs, after a word for its kind."""
     counts[found.partition(":")[0] or "same"] += 1
     if found:
         print(f"{template} | {case} | {found}")

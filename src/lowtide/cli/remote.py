@@ -37,7 +37,7 @@ _NOT_SENT = ("n", "logprobs")  # a conversation has one answer, and shows no pro
 SENT = tuple(
     name for name in field_names(SamplingParams) if name not in (*_NOT_SENT, "stop", "diffusion")
 )
-"""Fields sent if they are set, beside `stop` and the diffusion parameters."""
+"""Fields sent if they are set, besides `stop` and the diffusion parameters."""
 
 
 class Delta(NamedTuple):

@@ -33,7 +33,7 @@ class RowChoices(NamedTuple):
     best: IntArray  # [rows] the likeliest token, the lowest id on ties
     greatest: FloatArray  # [rows] its logit; where that is not finite the others mean nothing
     probability: FloatArray  # [rows] its probability, exact near 1 too: the rest is summed apart
-    second: FloatArray  # [rows] the greatest probability beside it; zeros where not asked for
+    second: FloatArray  # [rows] the second greatest probability; zeros where not asked for
     entropy: FloatArray  # [rows] -sum p log(p + LOG_OFFSET); zeros where it was not asked for
 
     def part(self, rows: slice | IntArray) -> RowChoices:

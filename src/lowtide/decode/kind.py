@@ -139,10 +139,10 @@ class Kind(abc.ABC, Generic[D, S, C]):
         return min(room, max_positions) - num_prompt
 
     def check_room(self, num_prompt: int, params: SamplingParams, context: int) -> None:
-        """Raise PlanError if there is no room for what an answer needs beside its own tokens."""
+        """Raise PlanError if there is no room for what an answer needs besides its own tokens."""
 
     def logit_needs(self, diffusion: DiffusionParams) -> LogitNeeds:
-        """Return the statistics of logits that a pass needs beside the arg-max."""
+        """Return the statistics of logits that a pass needs besides the arg-max."""
         return LogitNeeds(False, False, False)
 
     @abc.abstractmethod

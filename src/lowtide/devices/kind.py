@@ -32,7 +32,7 @@ class DeviceRequest:
     kernels: Kernels  # of the host
     num_slots: int
     cores_per_expert: int  # of the host: an expert has the same bits on either side
-    layer_bytes: int  # of a layer's weights beside experts
+    layer_bytes: int  # of a layer's weights without experts
     options: Mapping[str, str]
     arena: Region | None = None
     """Memory that the slots must lie in, slot i at i * `layout.num_bytes`, as it comes and goes: a

@@ -33,7 +33,7 @@ class Device(Protocol):
 
     torch_device: torch.device  # of dense weights, activations and KV cache
     num_slots: int
-    kernels: Kernels  # of what is computed there beside experts
+    kernels: Kernels  # for what is computed there besides experts
 
     def describe(self) -> str:
         """Describe the device in one line."""

@@ -29,7 +29,7 @@ class Family:
     schema: names and shapes of the tensors.
     decoder: the model's class as `module:Class`.
     gguf: the family in GGUF files, if supported.
-    series: what its models are called beside `name`, such as "kimi_k2".
+    series: what its models are called besides `name`, such as "kimi_k2".
     as_stored: the config of a checkpoint whose tensors have these names, of a family that is stored
         in several ways.
     own_sizes: checkpoints that `synth` can make, for a family without a `NAME/sizes.json`.

@@ -40,7 +40,7 @@ STREAM_ROWS = 4096
 _MAX_EXPERTS = 64  # of one sample
 _MAX_LAYERS = 64  # of one sample
 _NUM_PRODUCTS = 4  # that a layer's dense weights are divided into: attention in and out, MLP
-# What a layer runs beside its products: about as many as LLaDA2.0, without and with Triton.
+# What a layer runs besides its products: about as many as LLaDA2.0, without and with Triton.
 _NUM_SMALL_OPERATORS, _NUM_SMALL_KERNELS = 64, 20
 _SPLIT_BYTES = 4 << 20  # a smaller dense product is not divided among threads
 _MAX_GROUPS = 4  # one after the other over the same pairs, whose values shrink each time

@@ -34,7 +34,7 @@ class Form(enum.Enum):
 
 
 class Wanted(NamedTuple):
-    """Statistics to compute beside the arg-max and its probability."""
+    """Statistics to compute besides the arg-max and its probability."""
 
     second: bool = False
     entropy: bool = False

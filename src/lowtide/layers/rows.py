@@ -1,7 +1,7 @@
 """Tiles of rows, which bound the memory of passes of any length.
 
 A causal or block-causal pass is one tile. A bidirectional one is as long as its sequence, and its
-operators' memory beside inputs and outputs is bounded by a tile.
+operators' memory besides inputs and outputs is bounded by a tile.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MAX_BUCKETS = 16
 
 
 class LogitNeeds(NamedTuple):
-    """Outputs that a pass needs from its logits, beside the arg-max and its probability."""
+    """Outputs that a pass needs from its logits, besides the arg-max and its probability."""
 
     second: bool = False
     entropy: bool = False

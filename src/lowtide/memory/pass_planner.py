@@ -33,7 +33,7 @@ class PassPlan:
     counts: Counts
     chunks: Mapping[str, int]
     placement: ArenaPlaces
-    library_bytes: int  # what libraries hold beside the range at most
+    library_bytes: int  # most that libraries hold outside the range
     binding: str
 
     @property

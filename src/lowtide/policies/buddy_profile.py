@@ -225,7 +225,7 @@ def token_entropy(weights: NDArray[np.floating], temperature: float = 1.0) -> Fl
 def _share_of(totals: IntArray, share: float) -> IntArray:
     """Return the least whole numbers that are at least a share of each of `totals`.
 
-    The share is the decimal that it was written as: 0.95 is 19 of 20, and no float beside it.
+    The share is the decimal that it was written as: 0.95 is 19 of 20, not the nearest float.
     """
     part = Fraction(repr(float(share)))
     return np.array([-(-part.numerator * n // part.denominator) for n in totals.tolist()])

@@ -60,7 +60,7 @@ LAST_WORDS_S = 2.0
 """Part of `SHUTDOWN_S` kept for telling clients of unfinished answers."""
 
 SPARE_THREADS = 16
-"""Threads beside one per request: for counting tokens, statistics and returning memory."""
+"""Threads in addition to one per request: for counting tokens, statistics and returning memory."""
 
 IDLE_S = 2.0
 """Interval at which an idle server checks the system's free memory."""

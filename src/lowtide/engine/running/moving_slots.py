@@ -83,7 +83,7 @@ class MovingSlots:
         return self.slots.ledger.residents
 
     def _make_room(self, num_live: int) -> None:
-        """Evict residents until they fit beside the staging slots."""
+        """Evict residents until the slots without the staging ones hold them."""
         capacity = self._capacity()
         count = int(capacity.per_layer.sum()) - (num_live - self.num_staging)
         if count > 0:

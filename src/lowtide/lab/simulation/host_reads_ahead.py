@@ -19,7 +19,7 @@ from lowtide.policies.reads_ahead import NEARLY_ALL, AheadReads, AheadTrial, rea
 class AheadSlots(NamedTuple):
     """Slots and rules for reads ahead of a layer."""
 
-    num_slots: int = 0  # beside the residents
+    num_slots: int = 0  # without the residents'
     max_compiled_rows: int = 0  # of a pass that compiled code runs by itself
     gate_accuracy: float | FloatArray | None = None
     """Accuracy of the next layer's router on a layer's features, as in `foresight`; None: compiled
