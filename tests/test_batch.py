@@ -241,7 +241,7 @@ def test_errors_of_lines_are_told_and_end_nothing(tmp_path: Path) -> None:
         ([{"custom_id": "a", "url": CHAT}], "Line 1 .* no body"),
         ([{**line("a", "1"), "body": []}], "Line 1 .* body must be an object"),
         ([{**line("a", "1"), "method": "GET"}], "Line 1 .* method must be POST"),
-        ([line("a", "1"), [1]], "Line 2 .* no JSON object"),
+        ([line("a", "1"), [1]], "Line 2 .* not a JSON object"),
         ([line("a", "1", model="gpt-9")], "Line 1 .* 'gpt-9', and this is 'demo:autoregressive'"),
         ([], "no lines"),
     ],
@@ -291,7 +291,7 @@ def test_files_that_are_not_the_answers_stay_as_they_are(tmp_path: Path) -> None
         assert other.read_text() == text
     of_another = written(tmp_path / "of_another", [{"custom_id": "x", "response": 1, "error": 0}])
     assert "other lines" in batch("-i", source, "-o", of_another).stderr
-    assert "no file" in batch("-i", source, "-o", "/dev/null").stderr
+    assert "not a file" in batch("-i", source, "-o", "/dev/null").stderr
     missing = batch("-i", tmp_path / "missing", "-o", tmp_path / "out")
     assert missing.exit_code == 1 and "cannot be read" in missing.stderr
     for shard in ("0/2", "3/2", "x", "1", "1/0"):

@@ -481,7 +481,7 @@ def test_observers_may_read_but_not_ask_and_their_errors_are_the_clients(model: 
             assert ask(llm, 0) == model.answers[0]
         assert len(set(reading.found)) > 1
         for act in (asks(llm, 0), lambda: llm.logits([5]), lambda: llm.adopt_policy("tide")):
-            with llm.observed(Watcher(act)), pytest.raises(UsageError, match="midst of a pass"):
+            with llm.observed(Watcher(act)), pytest.raises(UsageError, match="during a pass"):
                 ask(llm, 0)
         with llm.observed(Watcher(lambda: 1 / 0)), pytest.raises(ZeroDivisionError):
             ask(llm, 0)

@@ -131,7 +131,7 @@ def put(at: int, code: str, value: int) -> Callable[[bytearray], None]:
 @pytest.mark.parametrize(
     "change,error,match",
     [
-        (put(0, "<I", 0), CheckpointError, "no GGUF file: it begins with"),
+        (put(0, "<I", 0), CheckpointError, "not a GGUF file: it begins with"),
         (put(4, "<I", 1), UnsupportedError, "version 1; little-endian ones of version 2 and 3"),
         (put(4, "<I", 0x03000000), UnsupportedError, "of a big-endian machine"),
         (put(8, "<Q", 2**40), CheckpointError, r"announces 1099511627776 tensors in \d+ bytes"),

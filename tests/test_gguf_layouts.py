@@ -100,7 +100,9 @@ def test_an_array_for_a_number_is_refused_by_its_key(path: Path, tmp_path: Path)
 def test_a_file_is_not_packed_and_its_plan_says_so(path: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain.gguf"
     write_gguf(plain, "qwen3_moe", random_model("qwen3_moe", 0), lambda name, shape: Type.F32)
-    with pytest.raises(UnsupportedError, match="no folder of safetensors; only those are packed"):
+    with pytest.raises(
+        UnsupportedError, match="not a folder of safetensors; only those are packed"
+    ):
         pack(plain, tmp_path / "out", format="q4")
     plan = plan_model(plain, context=64, format="q4")
     assert "that lowtide pack wrote of the model's safetensors" in plan.reason

@@ -234,7 +234,7 @@ def test_a_system_that_is_not_linux_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_groups_are_whole_pages() -> None:
-    with pytest.raises(InternalError, match="no whole pages"):
+    with pytest.raises(InternalError, match="not whole pages"):
         HostPages(1 << 20, 1000)
 
 

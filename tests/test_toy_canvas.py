@@ -224,7 +224,9 @@ def test_what_is_open_is_drawn_anew_in_every_step(model: Path) -> None:
 def test_what_it_does_not_have_is_refused_by_name(model: Path) -> None:
     with LLM(model, context=128) as llm:
         assert "steps" in llm.answer_fields and "threshold" not in llm.answer_fields
-        with pytest.raises(UnsupportedError, match="logprobs: RedrawnLM does not write"):
+        with pytest.raises(
+            UnsupportedError, match="logprobs is for autoregressive models; RedrawnLM is"
+        ):
             llm.generate(PROMPT, logprobs=2)
         with pytest.raises(UnsupportedError, match="threshold: RedrawnLM draws anew"):
             llm.generate(PROMPT, threshold=0.5)

@@ -232,5 +232,5 @@ def test_saved_conversations(data: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "saved.json"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(UsageError, match=r"saved\.json is (missing|no saved).*/save"):
+    with pytest.raises(UsageError, match=r"saved\.json is (missing|not a saved).*/save"):
         Turns(has_template=True).load(path)
