@@ -8,7 +8,7 @@ namespace driver {
 namespace {
 
 using lowtide::BEFORE_MLP;
-using lowtide::BEHIND_MLP;
+using lowtide::AFTER_MLP;
 using lowtide::Foresight;
 using lowtide::Known;
 
@@ -25,11 +25,11 @@ std::vector<long> guess(Foresight& foresight, long layer, Known known) {
 // What is worth a read after passes in which the layer asked for these alone.
 std::vector<long> learned(Foresight& foresight, long layer, const std::set<long>& demanded) {
     for (long pass = 0; pass < NUM_PASSES; ++pass) {
-        if (foresight.is_wanted(layer, BEHIND_MLP, K)) guess(foresight, layer, BEHIND_MLP);
+        if (foresight.is_wanted(layer, AFTER_MLP, K)) guess(foresight, layer, AFTER_MLP);
         foresight.learn(layer, [&](long expert) { return demanded.count(expert) > 0; });
         foresight.end_pass();
     }
-    const std::vector<long> worth = guess(foresight, layer, BEHIND_MLP);
+    const std::vector<long> worth = guess(foresight, layer, AFTER_MLP);
     foresight.end_pass();
     return worth;
 }
@@ -46,15 +46,15 @@ long count_wanted(Foresight& foresight, long layer, Known known) {
 void check_places() {
     Foresight foresight(NUM_LAYERS);
     const std::vector<long> all = {7, 2, 4}, few = {7, 4}, none;
-    expect(guess(foresight, 1, BEHIND_MLP) == all, "all are tried, the best first");
+    expect(guess(foresight, 1, AFTER_MLP) == all, "all are tried, the best first");
     foresight.learn(1, [](long) { return false; });
-    expect(guess(foresight, 1, BEHIND_MLP) == all, "one wrong guess ends nothing");
+    expect(guess(foresight, 1, AFTER_MLP) == all, "one wrong guess ends nothing");
     foresight.end_pass();
     expect(learned(foresight, 1, {7, 4}) == few, "a place that is wrong is left out");
     expect(learned(foresight, 1, {}) == none, "nothing is worth a read");
-    const long num_wanted = count_wanted(foresight, 1, BEHIND_MLP);
+    const long num_wanted = count_wanted(foresight, 1, AFTER_MLP);
     expect(num_wanted > 0 && num_wanted < NUM_PASSES / 4, "guesses are watched", num_wanted);
-    expect(count_wanted(foresight, 2, BEHIND_MLP) == NUM_PASSES, "another layer's count alone");
+    expect(count_wanted(foresight, 2, AFTER_MLP) == NUM_PASSES, "another layer's count alone");
     expect(count_wanted(foresight, 1, BEFORE_MLP) == NUM_PASSES, "and those that knew less");
     for (int i = 0; i < 2; ++i) learned(foresight, 1, {7, 2, 4});
     expect(learned(foresight, 1, {7, 2, 4}) == all, "what is right again is read again");
