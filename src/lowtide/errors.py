@@ -62,4 +62,4 @@ class NumericError(LowtideError):
 
 
 class InternalError(LowtideError):
-    """A fault of lowtide's own, such as a dead worker, or of a policy, whose answer cannot be used."""
+    """A fault of lowtide's own, such as a dead worker, or a policy's answer that is unusable."""
