@@ -2,12 +2,13 @@
 //
 // A single sequential stream does not use all of the memory's speed: the processor's own
 // prefetcher works within a page and for a few streams at a time, and a row of weights is about a
-// page. Reading eight pages side by side is 1.4 times as fast as one after another with nothing asked
-// for (docs/log), whatever the length of a row.
+// page. Reading eight pages side by side is 1.4 times as fast as one after another with nothing
+// asked for (docs/log), whatever the length of a row.
 //
-// `LinesAhead`, below, asks in the order of reading instead. With `Ahead`, while one region of eight pages is read, in any order, the next one is prefetched, a line of
-// each page in turn: into the second cache or, if unpacking takes the time (docs/log), into the
-// first, from where the excess goes to the second.
+// With `Ahead`, while one region of eight pages is read, in any order, the next one is prefetched,
+// a line of each page in turn: into the second cache or, if unpacking takes the time (docs/log),
+// into the first, from where the excess goes to the second. `LinesAhead` asks in the order of
+// reading instead.
 
 #pragma once
 
