@@ -126,7 +126,7 @@ class DeviceTier:
 
         outcome: of those for this one, if there were any.
         """
-        facts, at_host, prefetch = plan.facts, plan.at_host, plan.prefetch
+        facts, at_host, prefetch = plan.facts, plan.at_host, plan.policies.prefetch
         if outcome is not None:
             prefetch.record(outcome)
         if isinstance(prefetch, NoPrefetch):
@@ -138,7 +138,8 @@ class DeviceTier:
             ahead = Ahead(following, is_kept, at_host.predicted, is_long)
             chosen = prefetch.choose(ahead)
             if len(chosen):
-                check_experts("prefetches", chosen, self.link.ledger.num_experts)
+                if plan.policies.is_checked:
+                    check_experts("prefetches", chosen, self.link.ledger.num_experts)
                 self.link.look_ahead(following, chosen)
 
     def finish(self, layer: int, num_rows: int) -> None:

@@ -322,7 +322,7 @@ class ExpertRuntime:
         decision = self.policies.decide(facts, run)
         self._count(facts, run, decision)
         moves = partial(self._moves, facts, decision)
-        return call, Plan(facts, decision, at_host, self.policies.prefetch, moves)
+        return call, Plan(facts, decision, at_host, self.policies, moves)
 
     def _facts(self, call: LayerCall, at_host: HostInputs) -> Facts:
         return self.executor.facts(call, at_host, self.capacity.per_layer, self.policies.costs)

@@ -21,8 +21,7 @@ from lowtide.core import Facts, IntArray, MoEShape, Moves, align_up
 from lowtide.experts.policy_facts import HostInputs
 from lowtide.experts.rows import ExpertRows, LayerCall, take_buffers, take_terms
 from lowtide.kernels.reference import Kernels
-from lowtide.policies.decision import Decision
-from lowtide.policies.prefetch import Prefetch
+from lowtide.policies.decision import Decision, Policies
 from lowtide.threads.executor import Executor
 
 
@@ -32,7 +31,7 @@ class Plan(NamedTuple):
     facts: Facts  # of what the router demanded
     decision: Decision
     at_host: HostInputs
-    prefetch: Prefetch
+    policies: Policies  # that decided, and prefetch
     ask_moves: Callable[[], Moves]  # once, at the latest when the work is under way
 
 
