@@ -479,6 +479,23 @@ def test_what_is_too_complex_later_ends_that_answer_alone(constraint: Constraint
     check_kept(made)
 
 
+def test_a_trial_that_hangs_in_little_memory_has_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llguidance does if it panics and has no memory to say where."""
+    ask = ChildProcess.ask
+
+    def hangs(child: ChildProcess, asked: Any, limit_s: float, lane: int) -> dict[str, Any]:
+        if grammar_compiler.LANES[lane] is grammar_compiler.QUICK:
+            return {"signal": signal.SIGALRM}
+        return ask(child, asked, limit_s, lane)
+
+    monkeypatch.setattr(ChildProcess, "ask", hangs)
+    grammars, request = new_grammars(PLAIN.tokenizer), request_of(PLAIN.tokenizer)
+    panics = Constraint.json_schema({"type": "integer", "maximum": "\N{GRINNING FACE}" * 50})
+    with pytest.raises(UsageError, match="compiler failed: end byte index") as raised:
+        grammars.applied(request, panics)
+    assert "backtrace" not in str(raised.value)
+
+
 def test_a_form_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not for one that takes seconds, once that is known."""
     is_told, is_slow, ask = threading.Event(), threading.Event(), ChildProcess.ask

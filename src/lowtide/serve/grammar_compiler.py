@@ -71,15 +71,19 @@ class Bounds(NamedTuple):
     """Limits of one lane's trials. passed_bytes: the most that a passing grammar may take."""
 
     max_cpu_s: float
+    max_wall_s: float
     max_bytes: int
     passed_bytes: int
 
 
-QUICK = Bounds(0.05, 64 << 20, 4 << 20)
-SLOW = Bounds(MAX_CPU_S, 512 << 20, MAX_GRAMMAR_BYTES)
+QUICK = Bounds(0.05, 1.0, 64 << 20, 4 << 20)
+SLOW = Bounds(MAX_CPU_S, MAX_WALL_S, 512 << 20, MAX_GRAMMAR_BYTES)
 LANES = (QUICK, SLOW)
 """A grammar that fails in the first lane is tried in the second. So an ordinary grammar waits only
-for the first 0.05 s of a slow one."""
+for the first 0.05 s of a slow one.
+
+llguidance's panics want to say where they were, for which the first lane's memory may be too small:
+then it hangs, and takes no processor time."""
 
 _TOO_LONG = f"it takes more than {MAX_CPU_S:g} s of processor time to compile; make it simpler"
 _TOO_LARGE = (
@@ -169,6 +173,14 @@ class GrammarCompiler:
         if "error" in answer:
             return Compiled(None, 0, reason_of(str(answer["error"])))
         if "signal" in answer:
+            if answer["signal"] == signal.SIGALRM:
+                if lane is not LANES[-1]:
+                    return None
+                raise QueueFull(
+                    f"The answer's form was not compiled within {lane.max_wall_s:g} s. Ask again "
+                    "in 10 s.",
+                    10,
+                )
             refusal = _BY_SIGNAL.get(answer["signal"])
             if refusal is None:
                 raise Refusal(
@@ -190,9 +202,9 @@ class GrammarCompiler:
 
     def _answer(self, text: str, lane: Bounds) -> dict[str, Any]:
         """Have the child try a grammar. Raise Refusal."""
-        asked = {"grammar": text, "max_cpu_s": lane.max_cpu_s, "max_wall_s": MAX_WALL_S}
+        limits = {"max_cpu_s": lane.max_cpu_s, "max_wall_s": lane.max_wall_s}
         try:
-            answer = self._child.ask(asked, 2 * MAX_WALL_S, LANES.index(lane))
+            return self._child.ask({"grammar": text, **limits}, 2 * MAX_WALL_S, LANES.index(lane))
         except ChildError as error:
             raise Refusal(
                 f"Grammars are tried in a process of their own, and there is none: {error}.",
@@ -200,12 +212,6 @@ class GrammarCompiler:
                 "server_error",
                 retry_after_s=10,
             ) from None
-        if answer.get("signal") == signal.SIGALRM:
-            raise QueueFull(
-                f"The answer's form was not compiled within {MAX_WALL_S:g} s. Ask again in 10 s.",
-                10,
-            )
-        return answer
 
     def _compiled_here(self, text: str) -> LLMatcher:
         vocabulary = self._vocabulary()

@@ -18,6 +18,7 @@ _MAX_READ = 1000
 _MAX_REGEX_CHARS = 60
 
 _EXCERPT = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+_BACKTRACE = re.compile(r"\s*<backtrace>.*", re.DOTALL)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _REGEX_BEGIN, _REGEX_END = 'invalid regex "', '" (in regex): '
 _DRAWN_BEGIN, _DRAWN_END = "regex parse error:", "error: "
@@ -38,13 +39,14 @@ _WORDS = (
         "it is too complex",
     ),
     (r"\A.*\bgrammar size\b.*", "it is too large"),
+    (r"\bpanic: ", "the compiler failed: "),
     (r"\s*<non-verbose/>", ""),
 )
 
 
 def reason_of(error: str) -> str:
     """Return llguidance's reason without its dumps: part of a sentence, on one line."""
-    text = _EXCERPT.sub("", error)
+    text = _BACKTRACE.sub("", _EXCERPT.sub("", error))
     place = _PLACE.match(text)
     text = _PLACE.sub("", text)
     is_of_schema = text.startswith(_SCHEMA)
