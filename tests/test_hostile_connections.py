@@ -22,6 +22,7 @@ from lowtide.serve.request_log import MAX_KINDS, MAX_LINES, LimitedLog, LineLimi
 pytestmark = pytest.mark.hostile
 
 HOST = b"Host: 127.0.0.1\r\n"
+CLOSE = b"Connection: close\r\n\r\n"
 SECRET = "a prompt that is nobody's business"
 KEY = "sk-0123456789"
 
@@ -182,6 +183,15 @@ def test_heads_in_one_packet_have_their_bound(running: Running, size: int) -> No
     head = b"GET /health HTTP/1.1\r\n" + HOST + b"X-Long: " + b"x" * size + b"\r\n\r\n"
     said = said_to(running, head + b"Connection: close\r\n\r\n")
     assert b" 431 " in said or b" 400 " in said
+
+
+def test_a_method_is_no_way_around_the_bound(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size, status in ((70_000, b" 431 "), (60_000, b" 405 ")):
+        said = said_to(running, b"A" * size + b" /health HTTP/1.1\r\n" + HOST + CLOSE)
+        assert status in said and len(said) < 1000
+    assert all(len(record.getMessage()) < 1000 for record in caplog.records)
 
 
 def test_a_body_whose_end_is_said_twice_is_refused(running: Running) -> None:

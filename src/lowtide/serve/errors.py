@@ -189,7 +189,7 @@ def _handle(request: Request, error: Exception) -> Response:
         error = Refusal(no_such_path.unknown_path_message(path, address), 404, code="not_found")
     elif isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("allow", "another method")
-        error = Refusal(f"{request.method} is not answered here; send {allowed}.", 405)
+        error = Refusal(f"{request.method:.80} is not answered here; send {allowed}.", 405)
     return response_of(error, path)
 
 

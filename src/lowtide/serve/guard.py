@@ -130,7 +130,8 @@ def _check_head(scope: Scope, headers: Headers) -> None:
     """Raise Refusal for headers that are too large or state the body's length twice."""
     sizes = (len(name) + len(value) + 4 for name, value in headers.raw)
     path = scope.get("raw_path") or b""
-    num_bytes = sum(sizes) + len(path) + len(scope.get("query_string", b""))
+    query = scope.get("query_string", b"")
+    num_bytes = sum(sizes) + len(scope["method"]) + len(path) + len(query)
     if num_bytes > MAX_HEADER_BYTES:
         raise Refusal(f"The headers are above {MAX_HEADER_BYTES} bytes.", 431)
     if "content-length" in headers and "transfer-encoding" in headers:

@@ -163,7 +163,7 @@ class RequestLog:
             await self._app(scope, receive, watched)
         finally:
             _LINE_FACTS.reset(token)
-            _write(f"{scope['method']} {shown(scope['path'])}", status, line_facts)
+            _write(f"{shown(scope['method'])} {shown(scope['path'])}", status, line_facts)
 
 
 def _write(asked: str, status: int, line_facts: _LineFacts) -> None:
