@@ -82,6 +82,7 @@ GROUPS = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}
         ("qwen2_moe", {"head_dim": 12, "shared_expert_intermediate_size": 13}),
         ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0]}),
         ("mixtral", {"head_dim": 12, "num_experts_per_tok": 1}),
+        ("deepseek_v3", {"norm_topk_prob": None, "routed_scaling_factor": 2.5}),
         ("olmoe", {"num_key_value_heads": 1, "norm_topk_prob": True}),
         ("deepseek_v2", {**GROUPS, "n_group": 12, "topk_group": 3}),
         ("deepseek_v2", {**GROUPS, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 16.0}),
@@ -414,6 +415,7 @@ def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path)
     [
         ("llama", {"mlp_bias": True}, "mlp_bias True"),
         ("llama", {"sliding_window": 4096}, "sliding_window 4096"),
+        ("llama", {"is_causal": False}, "is_causal False"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 36}, "layer_types"),
         ("qwen3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "embedding 'dynamic' is"),

@@ -56,6 +56,10 @@ class Fields:
                 raise self.error(first, f"contradicts {other} {shown(self.values[other])}")
         return self.values[first]
 
+    def is_null(self, name: str) -> bool:
+        """Return True if the file has the key, and null as its value."""
+        return self.raw(name) is None and self._own((name,))[0] in self.values
+
     def integer(self, *names: str, low: int, high: int, default: int | None = None) -> int:
         value = self.optional_integer(*names, low=low, high=high)
         value = default if value is None else value

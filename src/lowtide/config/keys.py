@@ -73,6 +73,8 @@ def layered(
     mlps = [mlp for layer in layers for mlp in (layer.dense, layer.experts) if mlp is not None]
     for activation in {ACTIVATIONS[mlp.activation] for mlp in mlps}:
         fields.only("hidden_act", activation)
+    if origin.published.decoding.writes_in_order:
+        fields.only("is_causal", True)  # false in models of embeddings
     experts = next((layer.experts for layer in layers if layer.experts is not None), None)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     is_mxfp4 = experts is not None and experts.is_mxfp4

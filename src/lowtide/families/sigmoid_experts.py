@@ -31,7 +31,10 @@ def read_sigmoid_experts(
     return keys.experts(
         fields,
         each,
-        norm_topk_prob=fields.boolean("norm_topk_prob", default=True),
+        # As in transformers, null switches it off.
+        norm_topk_prob=fields.boolean(
+            "norm_topk_prob", default=not fields.is_null("norm_topk_prob")
+        ),
         first_layer=first_layer,
         shared_size=each * fields.integer("n_shared_experts", low=0, high=64, default=1),
         num_groups=fields.integer("n_group", low=1, high=count, default=usual_groups[0]),

@@ -33,8 +33,9 @@ def read_with(
     """Read a model of latent attention and these experts in some layers."""
     fields.only("attention_bias", False)
     # As in transformers, null switches it off.
-    is_null = "rope_interleave" in fields.values and fields.raw("rope_interleave") is None
-    is_interleaved = fields.boolean("rope_interleave", default=not is_null)
+    is_interleaved = fields.boolean(
+        "rope_interleave", default=not fields.is_null("rope_interleave")
+    )
     dense_size = keys.width(fields, "intermediate_size")
     latent = read_attention(fields, is_interleaved)
     return keys.decoder(fields, origin, latent, experts, dense_size, moe_layers=moe_layers)
