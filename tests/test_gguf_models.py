@@ -76,6 +76,14 @@ def test_logits_and_words_are_those_of_the_weights_unpacked(
     check(path, model)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+def test_biases_of_attention_are_those_in_the_file(family: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", random_model(family, 0, attention_bias=True)
+    write_gguf(path, family, model, choosing(MIXED))
+    assert "blk.0.attn_output.bias" in GgufHeader.read(path).tensors
+    check(path, model)
+
+
 def choosing(types: tuple[Type, ...]) -> Choose:
     """Types that take turns, as far as rows divide into their blocks."""
     kinds = iter(types * 99)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lowtide.config import ModelConfig, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
-from lowtide.schemas.parts import decoder, in_layers, normed_qkv, vector
-from lowtide.schemas.schema import ModelSchema, TensorSpec
+from lowtide.schemas.parts import decoder, in_layers, normed_attention, normed_qkv
+from lowtide.schemas.schema import ModelSchema
 
 _USUAL_THETA = 10000.0
 
@@ -30,12 +30,7 @@ def read_dense(
 def dense_schema(config: ModelConfig, *, has_output_bias: bool) -> ModelSchema:
     """Make the schema of a model that `read_dense` has read."""
     spec = config.attention
-
-    def attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-        bias = f"{prefix}self_attn.o_proj.bias"
-        biases = [vector(bias, config.hidden_size)] if has_output_bias else []
-        return [*normed_qkv(config, prefix), *biases]
-
+    attention = normed_attention if has_output_bias else normed_qkv
     present = {"q_proj": spec.has_qkv_bias, "o_proj": has_output_bias}
     absent = [f"self_attn.{name}.bias" for name, is_there in present.items() if not is_there]
     if not spec.has_qk_norm:

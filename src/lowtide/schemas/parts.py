@@ -114,6 +114,17 @@ def normed_qkv(config: ModelConfig, prefix: str, names: Names = USUAL) -> list[T
     return [*separate_qkv(config, prefix, names), *vectors]
 
 
+def output_bias(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    """List the bias of attention's output, in a model whose projections all have one or none."""
+    bias = vector(f"{prefix}self_attn.o_proj.bias", config.hidden_size)
+    return [bias] if config.attention.has_qkv_bias else []
+
+
+def normed_attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    """List the tensors of `normed_qkv` and of `output_bias`."""
+    return [*normed_qkv(config, prefix), *output_bias(config, prefix)]
+
+
 def router(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     """List the tensor of a linear router at `mlp.gate`."""
     shape = (config.moe.num_experts, config.hidden_size)
