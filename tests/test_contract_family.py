@@ -64,6 +64,7 @@ def yarn(**changes: Any) -> dict[str, Any]:
 
 
 ORIGINAL = {"original_max_position_embeddings": 64}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 GROUPS = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}
 
 
@@ -82,6 +83,8 @@ GROUPS = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}
         ("qwen2_moe", {"head_dim": 12, "shared_expert_intermediate_size": 13}),
         ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0]}),
         ("mixtral", {"head_dim": 12, "num_experts_per_tok": 1}),
+        ("mixtral", DYNAMIC),
+        ("llama", DYNAMIC),
         ("qwen3_moe", {"attention_bias": True}),
         ("olmoe", {"attention_bias": True}),
         ("deepseek_v3", {"norm_topk_prob": None, "routed_scaling_factor": 2.5}),
@@ -420,13 +423,13 @@ def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path)
         ("llama", {"is_causal": False}, "is_causal False"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 36}, "layer_types"),
-        ("qwen3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "embedding 'dynamic' is"),
+        ("qwen3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "embedding 'longrope'"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window True"),
         ("qwen3_moe", {"layer_types": ["sliding_attention"] * 48}, "layer_types"),
         (
             "qwen3_moe",
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_scaling: the rotary embedding 'dynamic' is not supported, only 'default', 'yarn'",
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_scaling: the rotary embedding 'longrope' is not supported, only 'default', ",
         ),
         (
             "mixtral",
@@ -460,6 +463,7 @@ def test_unsupported_features_are_named(family: str, changes: dict[str, Any], me
     [
         ("qwen3_moe", {"num_experts_per_tok": 129}, "129 experts per token, but there are 128"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers 3 must be a list"),
+        ("qwen2", {"rope_scaling": {"type": "dynamic"}}, "no rope_scaling.factor"),
         ("qwen2_moe", {"shared_expert_intermediate_size": None}, "no shared_expert_interm"),
         ("mixtral", {"num_key_value_heads": 5}, "32 attention heads do not divide among 5"),
         ("deepseek_v2", {"kv_lora_rank": None}, "no kv_lora_rank"),

@@ -87,7 +87,7 @@ def test_numbers_that_cannot_be_are_refused(rope: dict[str, object], message: st
 def test_divisors_are_for_gguf_files_alone() -> None:
     with pytest.raises(UnsupportedError, match="'by_pair'") as caught:
         config_of("mixtral", type="by_pair", divisors=[1.0] * 64)
-    only = "only 'default', 'yarn', 'linear', 'llama3'; choose another model."
+    only = "only 'default', 'yarn', 'linear', 'llama3', 'dynamic'; choose another model."
     assert str(caught.value).endswith(only)
 
 

@@ -181,6 +181,12 @@ def _linear(inner: Fields, positions: _Positions) -> _Stretch:
     return _Stretch(divisors=(inner.number("factor", low=1.0, high=1e6),))
 
 
+def _dynamic(inner: Fields, positions: _Positions) -> _Stretch:
+    """Read NTK scaling beyond the model's positions, where no text of these families gets."""
+    inner.number("factor", low=1.0, high=1e6)
+    return _Stretch()
+
+
 def _llama3(inner: Fields, positions: _Positions) -> _Stretch:
     bands = _Bands(
         factor=inner.number("factor", low=1.0, high=1e6),
@@ -263,7 +269,7 @@ def _turns(inner: Fields, name: str) -> float | None:
     return turns
 
 
-_STRETCHES = {"yarn": _yarn, "linear": _linear, "llama3": _llama3}
+_STRETCHES = {"yarn": _yarn, "linear": _linear, "llama3": _llama3, "dynamic": _dynamic}
 
 
 def _refuse_unknown(inner: Fields) -> None:
