@@ -65,6 +65,8 @@ def yarn(**changes: Any) -> dict[str, Any]:
 
 ORIGINAL = {"original_max_position_embeddings": 64}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 GROUPS = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}
 
 
@@ -83,8 +85,14 @@ GROUPS = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}
         ("qwen2_moe", {"head_dim": 12, "shared_expert_intermediate_size": 13}),
         ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0]}),
         ("mixtral", {"head_dim": 12, "num_experts_per_tok": 1}),
+        ("mixtral", {"sliding_window": 5}),
         ("mixtral", DYNAMIC),
         ("llama", DYNAMIC),
+        ("qwen2", {**WINDOWS, "max_window_layers": 1}),
+        ("qwen2", {**WINDOWS, "max_window_layers": 28}),
+        ("qwen2", {**WINDOWS, "sliding_window": None, "max_window_layers": 0}),
+        ("qwen3", {**WINDOWS, "max_window_layers": 0}),
+        ("qwen3", {**WINDOWS, "layer_types": KINDS, "num_hidden_layers": 4}),
         ("qwen3_moe", {"attention_bias": True}),
         ("olmoe", {"attention_bias": True}),
         ("deepseek_v3", {"norm_topk_prob": None, "routed_scaling_factor": 2.5}),
@@ -421,8 +429,7 @@ def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path)
         ("llama", {"mlp_bias": True}, "mlp_bias True"),
         ("llama", {"sliding_window": 4096}, "sliding_window 4096"),
         ("llama", {"is_causal": False}, "is_causal False"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 36}, "layer_types"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 28}, "layer_types has 'chunked_att"),
         ("qwen3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "embedding 'longrope'"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window True"),
         ("qwen3_moe", {"layer_types": ["sliding_attention"] * 48}, "layer_types"),
@@ -442,7 +449,6 @@ def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path)
         ("gpt_oss", {"attention_bias": False}, "attention_bias False"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
         ("qwen2_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("mixtral", {"sliding_window": 4096}, "sliding_window 4096"),
         ("mixtral", {"rope_scaling": {"type": "proportional"}}, "embedding 'proportional'"),
         ("mixtral", {"quantization_config": {}}, "quantization_config"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
@@ -463,6 +469,8 @@ def test_unsupported_features_are_named(family: str, changes: dict[str, Any], me
     [
         ("qwen3_moe", {"num_experts_per_tok": 129}, "129 experts per token, but there are 128"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers 3 must be a list"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window 0 must be an integer from 1"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 36}, "no sliding_window is in use"),
         ("qwen2", {"rope_scaling": {"type": "dynamic"}}, "no rope_scaling.factor"),
         ("qwen2_moe", {"shared_expert_intermediate_size": None}, "no shared_expert_interm"),
         ("mixtral", {"num_key_value_heads": 5}, "32 attention heads do not divide among 5"),

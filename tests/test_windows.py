@@ -504,6 +504,31 @@ def test_ids_and_logits_are_those_of_a_cache_that_keeps_everything(
     assert torch.equal(logits, expected_logits)
 
 
+WINDOWED = {
+    "mixtral": {"sliding_window": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_words_far_behind_a_window_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Prompt and answer are longer than what layers with a window keep."""
+    sizes = {"num_hidden_layers": 3, "max_position_embeddings": 4096}
+    written = write_model(family, 3, tmp_path, **WINDOWED[family], **sizes)
+    prompt, params = random_ids(3, 900), SamplingParams(max_tokens=200, ignore_eos=True)
+    everywhere = plan_model(written.folder, context=2048, config_overrides={"sliding_window": 4096})
+    with LLM(written.folder, context=2048) as llm:
+        assert "keep a sequence's last 5" in llm.plan.reason
+        assert llm.plan.host.kv_cache_bytes < 0.8 * everywhere.host.kv_cache_bytes
+        read = llm.logits(prompt)
+        words = llm.generate([prompt], params)[0].token_ids
+    expected = written.oracle(prompt + words)
+    torch.testing.assert_close(read, expected[:900], atol=2e-4, rtol=0)
+    chosen = expected[899:-1].gather(1, torch.tensor(words)[:, None])[:, 0]
+    assert (chosen >= expected[899:-1].amax(1) - 1e-4).all()
+
+
 def test_a_conversation_goes_on_from_a_file_with_windows(folder: Path, tmp_path: Path) -> None:
     greedy = SamplingParams(max_tokens=24, ignore_eos=True)
     text = random_ids(1, 900)

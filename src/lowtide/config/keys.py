@@ -167,6 +167,29 @@ def refuse_sliding_windows(fields: Fields) -> None:
         )
 
 
+def layer_windows(fields: Fields, window: int, usual: Sequence[int]) -> tuple[int, ...]:
+    """Return each layer's sliding window; 0 for layers without.
+
+    window: of the layers that the config calls sliding; 0: it may call none so.
+    usual: the windows if it does not name the kinds of layers.
+    """
+    kinds, count = fields.raw("layer_types"), num_layers(fields)
+    if kinds is None:
+        return tuple(usual)
+    if not isinstance(kinds, list | tuple) or len(kinds) != count:
+        raise fields.error("layer_types", f"must be a list of {count} kinds")
+    sizes = {"sliding_attention": window, "full_attention": 0}
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in sizes:
+            raise UnsupportedError(
+                f"config.json: layer_types has {shown(kind)}; supported: {', '.join(sizes)}. "
+                f"{OTHER_MODEL.capitalize()}."
+            )
+        if kind == "sliding_attention" and not window:
+            raise fields.error("layer_types", "names windows, but no sliding_window is in use")
+    return tuple(sizes[kind] for kind in kinds)
+
+
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     head_dim = fields.optional_integer("head_dim", low=1, high=MAX_HEADS)
     if head_dim is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lowtide.config import ModelConfig, keys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lowtide.config import DenseSpec, LayerSpec, ModelConfig, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.schemas.parts import decoder, in_layers, normed_attention, normed_qkv
@@ -12,10 +15,17 @@ _USUAL_THETA = 10000.0
 
 
 def read_dense(
-    fields: Fields, origin: Origin, *, has_qkv_bias: bool, has_qk_norm: bool = False
+    fields: Fields,
+    origin: Origin,
+    windows: Sequence[int],
+    *,
+    has_qkv_bias: bool,
+    has_qk_norm: bool = False,
 ) -> ModelConfig:
-    """Read a model of grouped-query attention and gated MLPs, without sliding windows."""
-    keys.refuse_sliding_windows(fields)
+    """Read a model of grouped-query attention and gated MLPs.
+
+    windows: the sliding window of each layer; 0 without.
+    """
     attention = keys.grouped_attention(
         fields,
         can_stretch=True,
@@ -23,8 +33,9 @@ def read_dense(
         has_qk_norm=has_qk_norm,
         has_qkv_bias=has_qkv_bias,
     )
-    width = keys.width(fields, "intermediate_size")
-    return keys.decoder(fields, origin, attention, None, width)
+    dense = DenseSpec(keys.width(fields, "intermediate_size"))
+    kinds = {window: LayerSpec(replace(attention, window=window), dense) for window in windows}
+    return keys.layered(fields, origin, [kinds[window] for window in windows])
 
 
 def dense_schema(config: ModelConfig, *, has_output_bias: bool) -> ModelSchema:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lowtide.config import LayerSpec, ModelConfig, Published, keys
-from lowtide.config.fields import MAX_POSITIONS, OTHER_MODEL, Fields
+from lowtide.config.fields import MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
-from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.errors import ConfigError
 from lowtide.families.family import Family
 from lowtide.families.gpt_oss.gguf import GGUF
-from lowtide.files.json_file import shown
 from lowtide.formats import mxfp4
 from lowtide.schemas.parts import decoder, separate_qkv, vector
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
@@ -62,21 +61,9 @@ def _is_mxfp4(fields: Fields, expert_size: int) -> bool:
 
 def _windows(fields: Fields) -> tuple[int, ...]:
     """Return each layer's sliding window; by default every other layer has one."""
-    count = keys.num_layers(fields)
     window = fields.integer("sliding_window", low=1, high=MAX_POSITIONS, default=128)
-    sizes = {"sliding_attention": window, "full_attention": 0}
-    kinds = fields.raw("layer_types")
-    if kinds is None:
-        return tuple(0 if layer % 2 else window for layer in range(count))
-    if not isinstance(kinds, list | tuple) or len(kinds) != count:
-        raise fields.error("layer_types", f"must be a list of {count} kinds")
-    for kind in kinds:
-        if not isinstance(kind, str) or kind not in sizes:
-            raise UnsupportedError(
-                f"config.json: layer_types has {shown(kind)}; supported: {', '.join(sizes)}. "
-                f"{OTHER_MODEL.capitalize()}."
-            )
-    return tuple(sizes[kind] for kind in kinds)
+    usual = [0 if layer % 2 else window for layer in range(keys.num_layers(fields))]
+    return keys.layer_windows(fields, window, usual)
 
 
 def schema(config: ModelConfig) -> ModelSchema:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.config import ModelConfig, Published
+from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.dense import dense_schema, read_dense
@@ -14,7 +14,10 @@ from lowtide.schemas.schema import ModelSchema
 def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.only("mlp_bias", False)
     fields.refuse("sliding_window")
-    return read_dense(fields, origin, has_qkv_bias=fields.boolean("attention_bias", default=False))
+    keys.refuse_sliding_windows(fields)
+    has_bias = fields.boolean("attention_bias", default=False)
+    windows = [0] * keys.num_layers(fields)
+    return read_dense(fields, origin, windows, has_qkv_bias=has_bias)
 
 
 def schema(config: ModelConfig) -> ModelSchema:

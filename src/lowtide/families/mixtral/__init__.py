@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lowtide.config import ModelConfig, Published, keys
-from lowtide.config.fields import Fields
+from lowtide.config.fields import MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.mixtral.gguf import GGUF
@@ -12,9 +14,10 @@ from lowtide.schemas.schema import ExpertStorage, ModelSchema, TensorSpec
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
-    fields.refuse("sliding_window")
     experts = keys.experts(fields, keys.width(fields, "intermediate_size"), norm_topk_prob=True)
-    return keys.decoder(fields, origin, keys.grouped_attention(fields, can_stretch=True), experts)
+    attention = keys.grouped_attention(fields, can_stretch=True)
+    window = fields.optional_integer("sliding_window", low=1, high=MAX_POSITIONS)
+    return keys.decoder(fields, origin, replace(attention, window=window or 0), experts)
 
 
 def schema(config: ModelConfig) -> ModelSchema:

@@ -7,13 +7,14 @@ from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.dense import dense_schema, read_dense
 from lowtide.families.family import Family
+from lowtide.families.qwen import windows
 from lowtide.families.qwen3.gguf import GGUF
 from lowtide.schemas.schema import ModelSchema
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
     has_bias = fields.boolean("attention_bias", default=False)
-    return read_dense(fields, origin, has_qkv_bias=has_bias, has_qk_norm=True)
+    return read_dense(fields, origin, windows(fields), has_qkv_bias=has_bias, has_qk_norm=True)
 
 
 def schema(config: ModelConfig) -> ModelSchema:
