@@ -69,5 +69,5 @@ def test_memory_lives_as_long_as_a_tensor_over_it() -> None:
 
 @pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 62, 1 << 70])
 def test_more_than_there_are_addresses_is_refused_with_the_number(num_bytes: int) -> None:
-    with pytest.raises(PlanError, match=f"{num_bytes} bytes.*--host-memory"):
+    with pytest.raises(PlanError, match=f"{num_bytes} bytes.*`host_memory`"):
         Arena(num_bytes)

@@ -142,7 +142,7 @@ def test_presets_that_need_a_staging_slot_are_those_that_fetch_everything() -> N
     setting = PolicyInputs([0], 4, make_costs(num_staging=0), options={"miss": "wait"})
     for name in CATALOGUE:
         if fetches_all(name):
-            with pytest.raises(PlanError, match="staging.*--gpu-memory"):
+            with pytest.raises(PlanError, match="staging.*`gpu_memory`"):
                 CATALOGUE[name].policies(setting)
         else:
             CATALOGUE[name].policies(setting)

@@ -371,7 +371,8 @@ def test_what_the_model_cannot_honour_is_refused_by_name(model) -> None:
     blocks = DiffusionParams(steps=4, eos_early_stop=False)
     with LLM(model, context=100) as llm:
         with pytest.raises(
-            UnsupportedError, match="steps, eos_early_stop are for diffusion models; BailingMoeV2"
+            UnsupportedError,
+            match="`steps`, `eos_early_stop` are for diffusion models; BailingMoeV2",
         ):
             llm.generate([[1]], SamplingParams(diffusion=blocks))
         with pytest.raises(PlanError, match="60 prompt tokens and 41 new .* need 101 .* is 100"):
@@ -383,7 +384,7 @@ def test_what_the_model_cannot_honour_is_refused_by_name(model) -> None:
         with pytest.raises(UsageError, match="2 prompts and 1 parameters"):
             llm.generate([[1], [2]], [SamplingParams(max_tokens=5)])
         check_idle(llm)
-    with pytest.raises(UnsupportedError, match="block_length 4"):
+    with pytest.raises(UnsupportedError, match="`block_length` 4"):
         LLM(model, block_length=4)
 
 
@@ -394,7 +395,7 @@ def test_a_model_that_this_machine_cannot_hold_now_is_planned_not_loaded(
     plan = plan_model(model)
     least_bytes = plan.minimum_bytes
     assert "MiB of memory are needed, and 64.0 KiB" in plan.reason
-    with pytest.raises(PlanError, match=r"MiB of memory are needed, and 64.0 KiB .*--context"):
+    with pytest.raises(PlanError, match=r"MiB of memory are needed, and 64.0 KiB .*`context`"):
         LLM(model)
     with LLM(model, host_memory=least_bytes) as llm:  # the user's own word
         assert llm.plan.host.budget_bytes == least_bytes
@@ -437,7 +438,7 @@ def test_diffusion_models_refuse_what_needs_tokens_one_by_one() -> None:
     with LLM(GOLDENS / "llada2-a") as llm:
         with pytest.raises(
             UnsupportedError,
-            match="presence_penalty, logprobs are for autoregressive models; LLaDA2",
+            match="`presence_penalty`, `logprobs` are for autoregressive models; LLaDA2",
         ):
             llm.generate([[1]], params)
 

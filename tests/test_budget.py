@@ -95,7 +95,7 @@ def test_a_refusal_says_what_how_much_and_what_to_change() -> None:
     message = str(refusal.value)
     for part in (
         *("1.0 GiB", "3.0 GiB", "5.0 MiB", "7.0 MiB", "64.0 MiB", "12 expert slots", "6.0 MiB"),
-        *("1234 tokens", f"{needs.minimum_bytes} bytes", "--host-memory"),
+        *("1234 tokens", f"{needs.minimum_bytes} bytes", "`host_memory`"),
     ):
         assert part in message
     assert "--context" not in message  # no context is short enough
@@ -106,7 +106,7 @@ def test_a_refusal_says_what_how_much_and_what_to_change() -> None:
 
 def test_a_shorter_context_is_advised_where_it_may_suffice() -> None:
     needs = Needs(1 << 20, 5 << 20, 7 << 20, 0, slot_bytes=100, num_layers=1, num_experts=2)
-    with pytest.raises(PlanError, match=r"Raise --host-memory or lower --context\."):
+    with pytest.raises(PlanError, match=r"Raise `host_memory` or lower `context`\."):
         spend(needs, 12 << 20, context=1234)
 
 
@@ -123,7 +123,7 @@ def test_a_device_that_fetches_every_absent_expert_needs_a_slot() -> None:
     assert (at_home.minimum_bytes, fetched.minimum_bytes) == (50, 150)
     assert spend(at_home, 50, 1)[0].num_slots == 0
     assert spend(fetched, 150, 1)[0].num_slots == 1
-    with pytest.raises(PlanError, match=r"\(150 bytes\).* and 1 expert slot of .*--gpu-memory"):
+    with pytest.raises(PlanError, match=r"\(150 bytes\).* and 1 expert slot of .*`gpu_memory`"):
         spend(fetched, 149, 1)
 
 

@@ -168,7 +168,7 @@ def test_every_expert_of_a_stack_is_sampled(models: dict[str, Path], tmp_path: P
 
 def test_what_changes_words_is_not_written(models: dict[str, Path], tmp_path: Path) -> None:
     model, folder = models["qwen3_moe"], tmp_path / "kept"
-    with pytest.raises(UsageError, match="cache 'exact' gives.*policy 'buddymoe' may change"):
+    with pytest.raises(UsageError, match="`cache` 'exact' gives.*`policy` 'buddymoe' may change"):
         EngineConfig(cache="exact", policy="buddymoe", policy_options={"miss": "buddy"})
     EngineConfig(cache="exact", policy="buddymoe", policy_options={"miss": "wait"})
     changing = {"policy": "buddymoe", "policy_options": {"miss": "buddy"}}

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from lowtide import errors
 from lowtide.cli.app import app
+from lowtide.cli.options import FLAGS
 from lowtide.errors import LowtideError
+from lowtide.option import in_words
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -28,7 +30,7 @@ def sections(page: str) -> dict[str, str]:
 
 
 def messages() -> list[str]:
-    """All strings of the package, `…` for what is put into them."""
+    """All strings of the package as the command line shows them, `…` for what is put into them."""
     found = []
     for path in sorted((ROOT / "src" / "lowtide").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -37,7 +39,7 @@ def messages() -> list[str]:
                 found.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
-    return found
+    return [in_words(message, FLAGS) for message in found]
 
 
 def test_every_error_has_a_section_and_its_kind() -> None:

@@ -366,7 +366,7 @@ def test_another_calibration_does_not_go_on_with_this_one_s(
 
 def test_beside_a_device_they_are_refused(model: Path) -> None:
     with LLM(model, context=256, device="emulated") as llm:
-        with pytest.raises(UnsupportedError, match="--device cpu"):
+        with pytest.raises(UnsupportedError, match='`device="cpu"`'):
             calibrate(llm, TOKEN_IDS, "m", num_pieces=4, inputs=True)
         llm.generate(TOKEN_IDS[:5], PARAMS)
 

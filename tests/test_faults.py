@@ -487,7 +487,7 @@ def test_arithmetic_that_overflows_is_not_the_checkpoints_fault(
     write_weights(model, "model.norm.weight", HUGE)
     write_weights(model, "lm_head.weight", HUGE)
     write_weights(model, "model.layers.2.mlp.gate.weight", HUGE)
-    checked = r"not finite.* all weights are finite: float16 overflowed\. Choose dtype bfloat16"
+    checked = r"not finite.* all weights are finite: float16 overflowed\. Choose `dtype` bfloat16"
     with LLM(model, dtype="float16") as llm:
         with pytest.raises(NumericError, match=checked):
             llm.generate(PROMPT, PARAMS)

@@ -169,9 +169,9 @@ def test_the_plan_has_both_tiers_and_says_emulated(diffusion: Case) -> None:
         assert plan.host.dense_bytes == 0 < plan.gpu.dense_bytes
         assert 0 < sum(plan.residents_per_layer) < plan.num_experts
     least = diffusion.plan.minimum_bytes
-    with pytest.raises(PlanError, match=f"{least} bytes.*--gpu-memory"):
+    with pytest.raises(PlanError, match=f"{least} bytes.*`gpu_memory`"):
         LLM(diffusion.folder, gpu_memory=least - 1, **OPTIONS)
-    with pytest.raises(PlanError, match="--host-memory"):
+    with pytest.raises(PlanError, match="`host_memory`"):
         LLM(diffusion.folder, host_memory=1000, **OPTIONS)
 
 
@@ -239,7 +239,7 @@ def test_wrong_devices_are_refused_by_name(diffusion: Case) -> None:
     folder = diffusion.folder
     with pytest.raises(UsageError, match="'tpu' is not known"):
         LLM(folder, device="tpu")
-    with pytest.raises(UsageError, match="--device emulated"):
+    with pytest.raises(UsageError, match="`device` emulated"):
         LLM(folder, device="cpu", device_options=FAST)
     with pytest.raises(UsageError, match="link_GBps"):
         LLM(folder, device="emulated", device_options={"link": "2"})

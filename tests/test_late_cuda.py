@@ -270,7 +270,9 @@ def test_bfloat16_is_refused_on_a_gpu_that_has_no_products_of_it(
 ) -> None:
     given = {**OPTIONS, "device": device}
     with late_cuda(monkeypatch, capability=(7, 5)):
-        with pytest.raises(UnsupportedError, match="bfloat16 on late: .* 7.5, .* --dtype float16"):
+        with pytest.raises(
+            UnsupportedError, match="bfloat16 on late: .* 7.5, .* `dtype=.float16.`"
+        ):
             plan_model(small_case.folder, dtype="bfloat16", **given)
         for dtype in ("float16", "float32"):
             assert plan_model(small_case.folder, dtype=dtype, **given).device == "cuda"
@@ -334,7 +336,7 @@ def test_dense_weights_in_few_bits_are_refused(
 ) -> None:
     with (
         late_cuda(monkeypatch),
-        pytest.raises(UnsupportedError, match="choose --expert-dtype alone"),
+        pytest.raises(UnsupportedError, match="choose `expert_dtype` alone"),
     ):
         plan_model(small_case.folder, device="cuda", format="q4", **OPTIONS)
 

@@ -156,7 +156,9 @@ def test_one_layer_is_exact(name, mode, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["llada2-a", "llada2-b-bf16"])
 def test_models_with_an_exact_cache_refuse_approximations(name, mode) -> None:
-    with pytest.raises(UnsupportedError, match=f"kv_cache '{mode}' .* bidirectional models .LLaDA"):
+    with pytest.raises(
+        UnsupportedError, match=f"`kv_cache` '{mode}' .* bidirectional models .LLaDA"
+    ):
         plan_model(GOLDENS / name, kv_cache=mode)
 
 
@@ -186,7 +188,7 @@ def test_the_command_line_names_the_mode_or_refuses_it(mode) -> None:
     refused = run("generate", str(GOLDENS / "llada2-a"), *ids)
     assert (
         refused.exit_code == 2
-        and f"kv_cache '{mode}' is for bidirectional models" in refused.stderr
+        and f"--kv-cache '{mode}' is for bidirectional models" in refused.stderr
     )
 
 

@@ -78,7 +78,7 @@ def test_an_answer_ends_at_its_end_token(name) -> None:
 
 def test_contradictions_are_refused_before_loading(name) -> None:
     params = SamplingParams(max_tokens=32, diffusion=DiffusionParams(block_length=7))
-    with pytest.raises(UsageError, match="block_length 7 does not divide max_tokens 32"):
+    with pytest.raises(UsageError, match="`block_length` 7 does not divide `max_tokens` 32"):
         check_request(GOLDENS / name, lambda _: [1, 2], params)
 
 
@@ -167,7 +167,9 @@ def test_an_end_that_is_ignored_cannot_come_early(name) -> None:
     diffusion = DiffusionParams(eos_early_stop=True)
     params = SamplingParams(max_tokens=32, ignore_eos=True, diffusion=diffusion)
     for model in (GOLDENS / name, GOLDENS / "llada2-a"):
-        with pytest.raises(UsageError, match="eos_early_stop .* ignore_eos .* leave one of them"):
+        with pytest.raises(
+            UsageError, match="`eos_early_stop` .* `ignore_eos` .* leave one of them"
+        ):
             check_request(model, lambda _: [1, 2], params)
 
 
@@ -211,7 +213,7 @@ def test_a_budget_below_what_cannot_be_divided_is_refused_with_the_numbers(name)
     with pytest.raises(PlanError) as refused:
         LLM(folder, context=context, host_memory=plan.minimum_bytes - 1)
     said = str(refused.value)
-    assert f"{plan.minimum_bytes} bytes" in said and "lower --context" in said
+    assert f"{plan.minimum_bytes} bytes" in said and "lower `context`" in said
     least = plan_model(folder, context=context, host_memory=plan.minimum_bytes)
     workspace = format_size(least.host.workspace_bytes)
     assert f"workspace for a context of {context} tokens {workspace}" in said

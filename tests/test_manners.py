@@ -103,7 +103,7 @@ def test_filters_that_have_no_effect_are_told(llm: LLM, caplog: pytest.LogCaptur
         llm.generate([[5]], max_tokens=1, top_p=0.90625)
         llm.generate([[5]], max_tokens=1, temperature=0)
     [record] = caplog.records
-    assert "top_p 0.90625: no effect at temperature 0" in record.getMessage()
+    assert "`top_p` 0.90625: no effect at temperature 0" in record.getMessage()
 
 
 # texts

@@ -72,14 +72,14 @@ def test_steps_bound_the_threshold_where_nothing_else_does() -> None:
         ("llada", rule),
         ("dream", {"remasking": "factor"}),
     ]:
-        with pytest.raises(UsageError, match="steps 64 mean nothing to remasking"):
+        with pytest.raises(UsageError, match="`steps` 64 mean nothing to `remasking`"):
             resolved(family, **asked, steps=64)
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "message"),
     [
-        ({"block_length": 24}, UsageError, "block_length 24 does not divide max_tokens 256"),
+        ({"block_length": 24}, UsageError, "`block_length` 24 does not divide `max_tokens` 256"),
         ({"block_length": 512}, UsageError, "does not divide"),
         ({"block_length": 64, "steps": 10}, UsageError, "10 steps .* 4 blocks .* 8 or 12"),
         (
@@ -88,14 +88,18 @@ def test_steps_bound_the_threshold_where_nothing_else_does() -> None:
             "3 steps .* 4 blocks of 64 tokens; choose 4",
         ),
         ({"remasking": "origin", "steps": 2**30}, UsageError, "takes 65536 at most"),
-        ({"threshold": 0.9}, UsageError, "threshold 0.9 .* choose remasking confidence_threshold"),
-        ({"remasking": "factor", "threshold": 0.9}, UsageError, "threshold 0.9 means nothing"),
-        ({"factor": 1.0}, UsageError, "factor 1.0 means nothing to remasking 'low_confidence'"),
-        ({"eps": 0.01}, UsageError, "eps 0.01 .* choose remasking origin or maskgit_plus"),
-        ({"remasking": "origin", "alg_temp": 0.1}, UsageError, "alg_temp 0.1 means nothing"),
-        ({"remasking": "random", "alg_temp": 0.0}, UsageError, "alg_temp 0.0 means nothing"),
-        ({"edit_threshold": 0.5}, UnsupportedError, "edit_threshold: TestModel does not rewrite"),
-        ({"max_post_steps": 4}, UnsupportedError, "max_post_steps: TestModel"),
+        (
+            {"threshold": 0.9},
+            UsageError,
+            "`threshold` 0.9 .* choose `remasking` confidence_threshold",
+        ),
+        ({"remasking": "factor", "threshold": 0.9}, UsageError, "`threshold` 0.9 means nothing"),
+        ({"factor": 1.0}, UsageError, "`factor` 1.0 means nothing to `remasking` 'low_confidence'"),
+        ({"eps": 0.01}, UsageError, "`eps` 0.01 .* choose `remasking` origin or maskgit_plus"),
+        ({"remasking": "origin", "alg_temp": 0.1}, UsageError, "`alg_temp` 0.1 means nothing"),
+        ({"remasking": "random", "alg_temp": 0.0}, UsageError, "`alg_temp` 0.0 means nothing"),
+        ({"edit_threshold": 0.5}, UnsupportedError, "`edit_threshold`: TestModel does not rewrite"),
+        ({"max_post_steps": 4}, UnsupportedError, "`max_post_steps`: TestModel"),
     ],
 )
 def test_contradictions_are_refused_by_name(asked, error, message) -> None:

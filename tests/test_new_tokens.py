@@ -98,7 +98,7 @@ def test_blocks_of_a_request_s_own_length_fill_the_room(block_length: int) -> No
         free = llm.plan.context - 5
         assert free - block_length < room <= free
         assert lengths(llm, [[7] * 5], block_length=block_length, steps=1) == [room]
-        with pytest.raises(PlanError, match="Lower max_tokens or raise context"):
+        with pytest.raises(PlanError, match="Lower `max_tokens` or raise `context`"):
             llm.generate([[7] * 5], max_tokens=room + 1, block_length=block_length)
 
 

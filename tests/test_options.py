@@ -170,7 +170,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_device_options_need_the_device_they_are_for() -> None:
-    with pytest.raises(UsageError, match="--device emulated"):
+    with pytest.raises(UsageError, match="`device` emulated"):
         resolve({"device_option": ["link_GBps=20"]}, {}).engine_options()
     options = resolve(
         {"device": "emulated", "device_option": ["link_GBps=20"]}, {}

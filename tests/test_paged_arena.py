@@ -200,7 +200,7 @@ class OldKernel(NoMemory):
 def test_memory_that_ends_half_way_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", NoMemory)
     arena = make_arena(4, PAGE)
-    with pytest.raises(PageError, match=f"refuses {3 * PAGE} bytes.*as told.*--host-memory"):
+    with pytest.raises(PageError, match=f"refuses {3 * PAGE} bytes.*as told.*`host_memory`"):
         arena.commit(0, 3 * PAGE)
     assert physical_bytes(arena) == 0
 

@@ -61,7 +61,7 @@ def test_auto_is_resident_if_everything_fits_else_what_suits_the_decoding() -> N
     for name in set(preset_names()) - {"auto", "resident"}:
         assert choose_preset(name, everything_fits=False)[0] == name
     assert choose_preset("auto", everything_fits=False, has_device=True)[0] == "lowtide"
-    with pytest.raises(UsageError, match="full_bytes.*--policy tide"):
+    with pytest.raises(UsageError, match='full_bytes.*`policy="tide"`'):
         choose_preset("resident", everything_fits=False)
 
 

@@ -202,9 +202,9 @@ def test_the_answer_names_its_formats(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"format": "q3"}, UsageError, "format 'q3' is not known; choose own, q8, q4"),
-        ({"expert_dtype": "q5_k"}, UsageError, "expert_dtype 'q5_k' is not known"),
-        ({"dense_dtype": "float16"}, UnsupportedError, "dense_dtype 'float16'"),
+        ({"format": "q3"}, UsageError, "`format` 'q3' is not known; choose own, q8, q4"),
+        ({"expert_dtype": "q5_k"}, UsageError, "`expert_dtype` 'q5_k' is not known"),
+        ({"dense_dtype": "float16"}, UnsupportedError, "`dense_dtype` 'float16'"),
     ],
 )
 def test_others_are_refused_by_name(

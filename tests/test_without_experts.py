@@ -76,9 +76,9 @@ def test_it_answers_within_its_plan(folder: Path) -> None:
     [
         ({"policy": "tide"}, UsageError, "nothing to place"),
         ({"policy_options": {"tau": "3"}}, UsageError, "nothing to place"),
-        ({"calibration": "some.file"}, UsageError, "calibration: ToyForCausalLM has no experts"),
-        ({"expert_dtype": "bfloat16"}, UsageError, "expert_dtype: ToyForCausalLM has no experts"),
-        ({"device": "emulated"}, UnsupportedError, "Device .emulated. computes experts"),
+        ({"calibration": "some.file"}, UsageError, "`calibration`: ToyForCausalLM has no experts"),
+        ({"expert_dtype": "bfloat16"}, UsageError, "`expert_dtype`: ToyForCausalLM has no experts"),
+        ({"device": "emulated"}, UnsupportedError, "`device` .emulated. computes experts"),
     ],
     ids=str,
 )

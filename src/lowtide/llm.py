@@ -336,6 +336,6 @@ def _set_observers(
 ) -> None:
     if expert_observer is not None and engine.experts.device is not None:
         raise UnsupportedError(
-            "Experts' inputs are seen where the host computes all of them; choose --device cpu."
+            'Experts\' inputs are seen where the host computes all of them; choose `device="cpu"`.'
         )
     engine.experts.observer, engine.experts.expert_observer = observer, expert_observer

@@ -7,7 +7,12 @@
 The kind of a value follows from the field's annotation. `options_of` lists a class's options for
 the command line, the environment and TOML files; `tools/options_page.py` writes docs/options.md,
 the tables of docs/python.md and the keywords of `LLM` from them; `check_options` checks an
-instance. Imports no torch, so that a wrong value is refused at once.
+instance.
+
+Messages name options as Python does, between backticks: `context`, or `device="cpu"` for an advised
+value. `in_words` writes them as the command line's user calls them.
+
+Imports no torch, so that a wrong value is refused at once.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import json
 import numbers
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -33,6 +39,8 @@ ENV_PREFIX = "LOWTIDE_"
 MAX_INTEGER = 2**31 - 1
 
 _APPROXIMATE_CACHES = [mode.value for mode in CacheMode if mode is not CacheMode.EXACT]
+
+_NAMED = re.compile(r'`(\w+)(?:="([^`"]*)")?`')
 
 _DECLARED = "option"  # key of a dataclass field's metadata
 
@@ -248,6 +256,21 @@ def check_options(params: Any) -> None:
         if value is not given:
             object.__setattr__(params, each.keyword, value)
         each.check(value, each.keyword)
+
+
+def in_words(message: str, words: Mapping[str, str]) -> str:
+    """Write the options that a message names as `words` calls them, by their Python names.
+
+    An option without a word there keeps its name.
+    """
+
+    def word(named: re.Match[str]) -> str:
+        name, value = named.groups()
+        if name not in words:
+            return named[0]
+        return words[name] if value is None else f"{words[name]} {value}"
+
+    return _NAMED.sub(word, message)
 
 
 def check_int(name: str, value: object, low: int, high: int = MAX_INTEGER) -> int:

@@ -216,7 +216,8 @@ def check_kind(params: SamplingParams, architecture: str, writes_in_order: bool)
         kinds = ("autoregressive", "diffusion")
         wanted, present = reversed(kinds) if writes_in_order else kinds
         raise UnsupportedError(
-            f"{', '.join(given)} {verb} for {wanted} models; {architecture} is a {present} model. "
+            f"{', '.join(f'`{name}`' for name in given)} {verb} for {wanted} models; "
+            f"{architecture} is {'an' if present[0] == 'a' else 'a'} {present} model. "
             "Leave this out."
         )
 

@@ -165,7 +165,7 @@ def check_is_named(format: object) -> None:
     """Raise UsageError for `auto` where plans of formats are compared."""
     if format == AUTO_FORMAT:
         raise UsageError(
-            "format 'auto' is for plans and answers, and may differ from budget to budget; name "
+            "`format` 'auto' is for plans and answers, and may differ from budget to budget; name "
             "the format here (lowtide plan MODEL --format auto says which it chooses)."
         )
 

@@ -55,13 +55,13 @@ def _check_block_length(block_length: int | None, config: ModelConfig) -> None:
     """Raise UnsupportedError for blocks that this kind of model does not have."""
     if block_length not in (None, 1) and config.decoding.writes_in_order:
         raise UnsupportedError(
-            f"block_length {block_length}: {config.architecture} is autoregressive, its "
-            "logits are causal; leave block_length out."
+            f"`block_length` {block_length}: {config.architecture} is autoregressive, its "
+            "logits are causal; leave `block_length` out."
         )
     if block_length is not None and not config.decoding.keeps_keys:
         raise UnsupportedError(
-            f"block_length {block_length}: {config.architecture} is bidirectional, its logits "
-            "are of whole sequences; leave block_length out."
+            f"`block_length` {block_length}: {config.architecture} is bidirectional, its logits "
+            "are of whole sequences; leave `block_length` out."
         )
 
 

@@ -25,7 +25,7 @@ from lowtide.cli.options import OPTIONS, Settings, resolve
 from lowtide.cli.policy_file import load_policy_file
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import ConfigError, LowtideError, StorageError, UsageError
-from lowtide.option import Group, Kind, Option
+from lowtide.option import Group, Kind, Option, in_words
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -110,8 +110,9 @@ def takes(
             arguments.pop(_HELP_ALL.name, None)
             with errors_reported(wants_json=flags.get("json") is True):
                 settings = resolve(flags, os.environ)
-                with errors_reported(settings.flag("json"), settings.flag("verbose")):
-                    _start_log(settings)
+                words = settings.words(options)
+                with errors_reported(settings.flag("json"), settings.flag("verbose"), words):
+                    _start_log(settings, words)
                     _check_current_folder()
                     for notice in settings.notices:
                         _log.warning("%s", notice)
@@ -142,16 +143,21 @@ def _check_current_folder() -> None:
 
 
 @contextmanager
-def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Iterator[None]:
+def errors_reported(
+    wants_json: bool = False,
+    is_verbose: bool = False,
+    words: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:
     """End the command with one clear line and a telling exit code; faults of ours are raised.
 
     With `--json` the one object on standard output is then `{"error": {"type", "message"}}`.
+    `words` has what the user calls each option (`in_words`).
     """
     try:
         yield
         sys.stdout.flush()
     except LowtideError as error:
-        _report(error, str(error), wants_json, is_verbose)
+        _report(error, in_words(str(error), words), wants_json, is_verbose)
         is_usage = isinstance(error, UsageError | ConfigError)
         raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from error
     except KeyboardInterrupt:
@@ -246,13 +252,13 @@ def _help(option: Option) -> str:
     return f"{option.help}{repeatable}{default}"
 
 
-def _start_log(settings: Settings) -> None:
+def _start_log(settings: Settings, words: Mapping[str, str]) -> None:
     """Send lowtide's log to standard error; `-v` adds informational messages."""
     warnings.formatwarning = _warning
     logger = logging.getLogger("lowtide")
     logger.handlers.clear()
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("lowtide: %(message)s"))
+    handler.setFormatter(_LogFormatter(words))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if settings.flag("verbose") else logging.WARNING)
     logger.propagate = False
@@ -269,6 +275,17 @@ def _warning(
     if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
         return f"lowtide: {printable(str(message))}\n"
     return _default_formatwarning(message, category, filename, lineno, line)
+
+
+class _LogFormatter(logging.Formatter):
+    """Formatter of log lines, with options as the user calls them."""
+
+    def __init__(self, words: Mapping[str, str]) -> None:
+        super().__init__("lowtide: %(message)s")
+        self._words = words
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return in_words(super().formatMessage(record), self._words)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lowtide.cli.answer import Answer, ask_showing, cut_line, make_view
 from lowtide.cli.line_editor import LineEditor, without_echo
-from lowtide.cli.options import OPTIONS
+from lowtide.cli.options import FLAGS, OPTIONS
 from lowtide.cli.report import reads_ahead_text
 from lowtide.cli.screen import printable
 from lowtide.cli.turns import Turns
@@ -21,7 +21,7 @@ from lowtide.config import format_size
 from lowtide.errors import LowtideError, UsageError
 from lowtide.files.json_file import meant
 from lowtide.model_folder.demos import can_answer, tasks_of
-from lowtide.option import Group
+from lowtide.option import Group, in_words
 from lowtide.params import ELSEWHERE, SamplingParams, hint, with_keywords
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ Ctrl-C stops an answer."""
 SETTABLE = {o.name: o for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFFUSION)}
 for _only_in_generate in ("n", "logprobs"):
     SETTABLE.pop(_only_in_generate)
+
+_AT_START = {name: flag for name, flag in FLAGS.items() if name not in SETTABLE}
+"""Flags of options that only the start of a conversation takes; the others are names of `/set`."""
 
 SETTINGS_HEAD = f"{'':20}{'in force':15}{'default':15}"
 
@@ -156,7 +159,7 @@ class Dialogue(abc.ABC):
         try:
             action(text)
         except LowtideError as error:
-            self._err.print(f"lowtide: {printable(str(error))}", style="red")
+            self._err.print(f"lowtide: {printable(in_words(str(error), _AT_START))}", style="red")
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -126,6 +126,9 @@ OPTIONS: tuple[Option, ...] = (
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 
+FLAGS = {option.keyword: option.flag for option in OPTIONS}
+"""Flags by the options' Python names."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -152,6 +155,10 @@ class Settings:
     def text(self, name: str) -> str | None:
         value = self.values[name]
         return None if value is None else str(value)
+
+    def words(self, options: Sequence[Option]) -> dict[str, str]:
+        """Return, by their Python names, the flag of each option or what else gave its value."""
+        return {option.keyword: self.sources.get(option.name, option.flag) for option in options}
 
     def engine_options(self) -> dict[str, Any]:
         """Return keyword arguments of `LLM` and `plan_model`: options given or with a default."""

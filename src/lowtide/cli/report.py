@@ -12,11 +12,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.cli.options import FLAGS
 from lowtide.cli.outlook import prediction_object, speed_text
 from lowtide.cli.screen import number_table
 from lowtide.core import CacheMode
 from lowtide.experts.account import account_of, account_rows
 from lowtide.files.json_file import as_json
+from lowtide.option import in_words
 from lowtide.plan import MemoryPlan, SpeedRange, plan_facts, plan_rows, plan_tiers
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ def plan_object(plan: MemoryPlan) -> dict[str, object]:
         name: dataclasses.asdict(tier) | {"used_bytes": tier.used_bytes}
         for name, tier in tiers.items()
     }
+    own["reason"] = in_words(plan.reason, FLAGS)
     own["prediction"] = prediction_object(plan.prediction)
     own["formats"] = dataclasses.asdict(plan.formats)
     return {"budget_bytes": plan.budget_bytes, **own, "tiers": parts}
@@ -46,7 +49,7 @@ def plan_table(plan: MemoryPlan) -> Group:
         if row[0] == "used":
             table.add_section()
         table.add_row(*row)
-    return Group(table, Text(plan_facts(plan)), Text(plan.reason))
+    return Group(table, Text(plan_facts(plan)), Text(in_words(plan.reason, FLAGS)))
 
 
 def answer_object(

@@ -118,8 +118,8 @@ class BatchDecoder(Generic[S, C]):
             raise PlanError(
                 f"{len(request.prompt)} prompt tokens and {request.max_tokens} new ones "
                 f"take {num_tokens} tokens of context, and it holds "
-                f"{self._kv_cache.max_range_tokens} for a sequence; raise context or lower "
-                "max_tokens."
+                f"{self._kv_cache.max_range_tokens} for a sequence; raise `context` or "
+                "lower `max_tokens`."
             )
         if not self.has_work:
             self._num_passes = 0

@@ -134,17 +134,17 @@ def _check_options(asked: DiffusionParams) -> None:
     """Raise UnsupportedError, by name, for options that block diffusion does not have."""
     if asked.cfg_scale:
         raise UnsupportedError(
-            f"cfg_scale {asked.cfg_scale}: block diffusion models decode without guidance."
+            f"`cfg_scale` {asked.cfg_scale}: block diffusion models decode without guidance."
         )
     if asked.remasking not in (None, "low_confidence"):
         raise UnsupportedError(
-            f"remasking {asked.remasking!r} is for bidirectional models; block diffusion models "
-            "decode by low_confidence."
+            f"`remasking` {asked.remasking!r} is for bidirectional models; block diffusion "
+            "models decode by low_confidence."
         )
     for name in _WITHOUT_RULE:
         if getattr(asked, name) is not None:
             raise UnsupportedError(
-                f"{name}: block diffusion models have no rule that it is for; leave it out."
+                f"`{name}`: block diffusion models have no rule that it is for; leave it out."
             )
 
 

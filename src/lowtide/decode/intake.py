@@ -100,7 +100,7 @@ class Intake:
         elif num_prompt + max_tokens > self.config.max_positions:
             raise PlanError(
                 f"{num_prompt} prompt tokens and {max_tokens} new ones are more than the "
-                f"{self.config.max_positions} positions of this model. Lower max_tokens."
+                f"{self.config.max_positions} positions of this model. Lower `max_tokens`."
             )
         own_length = self.config.decoding.block_length
         canvas = align_up(num_prompt + max_tokens, block_length)
@@ -109,11 +109,11 @@ class Intake:
             if not max_tokens:
                 raise PlanError(
                     f"A text of {num_prompt} tokens does not fit: the context is {self.context}. "
-                    "Shorten it or raise context."
+                    "Shorten it or raise `context`."
                 )
             raise PlanError(
                 f"{num_prompt} prompt tokens and {max_tokens} new ones need {canvas} tokens; the "
-                f"context is {self.context}. Lower max_tokens or raise context."
+                f"context is {self.context}. Lower `max_tokens` or raise `context`."
             )
 
     def check_block_length(self, block_length: int) -> None:
@@ -122,12 +122,12 @@ class Intake:
         window = experts.window_tokens if experts and experts.capacity else 1
         if block_length > self.max_block_length:
             raise UsageError(
-                f"block_length {block_length} is above the most, {self.max_block_length}."
+                f"`block_length` {block_length} is above the most, {self.max_block_length}."
             )
         if block_length % window:
             raise UsageError(
-                f"This model routes in windows of {window} tokens: block_length must be a multiple "
-                f"of that, not {block_length}."
+                f"This model routes in windows of {window} tokens: `block_length` must be a "
+                f"multiple of that, not {block_length}."
             )
 
     def _samples(self, token_ids: list[int], asked: SamplingParams, is_raw: bool) -> list[Request]:
@@ -161,7 +161,7 @@ class Intake:
             self._check_block_fits(num_prompt, asked)
             raise PlanError(
                 f"{num_prompt} prompt tokens leave no room for an answer: the context is "
-                f"{self.context} tokens. Shorten the prompt or raise context."
+                f"{self.context} tokens. Shorten the prompt or raise `context`."
             )
         canvas = room if self.config.decoding.keeps_keys else asked.most_tokens
         return replace(asked, max_tokens=min(canvas, room))
@@ -174,7 +174,7 @@ class Intake:
             raise PlanError(
                 f"A block of {asked.diffusion.block_length} tokens is more than the {free} that "
                 f"{num_prompt} prompt tokens leave: the context is {self.context}. Lower "
-                "block_length, shorten the prompt or raise context."
+                "`block_length`, shorten the prompt or raise `context`."
             )
 
     def max_new_tokens(self, num_prompt: int, asked: SamplingParams) -> int:
@@ -210,7 +210,7 @@ class Intake:
         check_kind(params, self.config.architecture, self.config.decoding.writes_in_order)
         if params.ignore_eos and params.diffusion.eos_early_stop:
             raise UsageError(
-                "eos_early_stop ends an answer at its end-of-text token and ignore_eos goes on "
+                "`eos_early_stop` ends an answer at its end-of-text token and `ignore_eos` goes on "
                 "after it: leave one of them out."
             )
         resolved = self.kind.resolved(params, self.config)
@@ -263,7 +263,8 @@ class Intake:
         if self.tokenizer is None:
             raise UsageError(
                 f"{NO_TOKENIZER}, so there is no text: give token ids as the prompt "
-                '(--prompt-ids "5 17 3") and no stop strings, or fetch what has one.'
+                '(on the command line --prompt-ids "5 17 3") and no stop strings, or fetch what '
+                "has one."
             )
         return self.tokenizer
 

@@ -85,7 +85,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
             raise PlanError(
                 f"{num_prompt} prompt tokens and {params.most_tokens} new ones are computed twice "
                 f"for guidance, and the context is {context}; raise it to {needed}, lower "
-                "max_tokens or leave cfg_scale out."
+                "`max_tokens` or leave `cfg_scale` out."
             )
 
     def logit_needs(self, diffusion: DiffusionParams) -> LogitNeeds:

@@ -81,13 +81,13 @@ def _check_fields(asked: DiffusionParams, rule: str, architecture: str) -> None:
     for name in FOR_REWRITING:
         if getattr(asked, name) is not None:
             raise UnsupportedError(
-                f"{name}: {architecture} does not rewrite tokens; leave this out."
+                f"`{name}`: {architecture} does not rewrite tokens; leave this out."
             )
     for name, rules in _RULES_OF.items():
         if getattr(asked, name) is not None and rule not in rules:
             raise UsageError(
-                f"{name} {getattr(asked, name)} means nothing to remasking {rule!r}; leave it out, "
-                f"or choose remasking {' or '.join(rules)}."
+                f"`{name}` {getattr(asked, name)} means nothing to `remasking` {rule!r}; leave it "
+                f"out, or choose `remasking` {' or '.join(rules)}."
             )
 
 
@@ -96,8 +96,8 @@ def _block_length(asked: int | None, default: int | None, max_tokens: int) -> in
         return min(default or max_tokens, max_tokens)
     if max_tokens % asked:
         raise UsageError(
-            f"block_length {asked} does not divide max_tokens {max_tokens}: this model's answers "
-            "are whole blocks."
+            f"`block_length` {asked} does not divide `max_tokens` {max_tokens}: this model's "
+            "answers are whole blocks."
         )
     return asked
 
@@ -116,8 +116,8 @@ def _steps(
     if asked.steps is not None and is_unbounded:
         where = " in blocks" if rule == THRESHOLD_RULE else ""
         raise UsageError(
-            f"steps {asked.steps} mean nothing to remasking {rule!r}{where}, which takes as many "
-            "as its tokens need; leave them out."
+            f"`steps` {asked.steps} mean nothing to `remasking` {rule!r}{where}, which takes as "
+            "many as its tokens need; leave them out."
         )
     if asked.steps is not None and asked.steps % num_blocks:
         fewer = asked.steps - asked.steps % num_blocks
@@ -128,7 +128,7 @@ def _steps(
         )
     if rule in SHARE_RULES and (asked.steps or 1) > max(MAX_STEPS, max_tokens):
         raise UsageError(
-            f"{asked.steps} steps for {max_tokens} tokens: remasking {rule!r} takes "
+            f"{asked.steps} steps for {max_tokens} tokens: `remasking` {rule!r} takes "
             f"{max(MAX_STEPS, max_tokens)} at most."
         )
     if rule in COUNT_RULES or rule in SHARE_RULES:

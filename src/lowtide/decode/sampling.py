@@ -251,7 +251,7 @@ def filters_in(params: SamplingParams | Sampling) -> dict[str, float]:
 
 def warn_if_never_drawn(params: SamplingParams) -> None:
     """Warn that filters have no effect at temperature 0, where no token is drawn."""
-    filters = ", ".join(f"{name} {value}" for name, value in filters_in(params).items())
+    filters = ", ".join(f"`{name}` {value}" for name, value in filters_in(params).items())
     if filters and not params.temperature:
         _warn_of_no_draws(filters)
 
@@ -260,6 +260,6 @@ def warn_if_never_drawn(params: SamplingParams) -> None:
 def _warn_of_no_draws(filters: str) -> None:
     _log.warning(
         "%s: no effect at temperature 0, which always takes the likeliest token; give a "
-        "temperature above 0 to draw.",
+        "`temperature` above 0 to draw.",
         filters,
     )

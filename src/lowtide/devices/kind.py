@@ -69,7 +69,7 @@ class OpenDevice:
 def no_options(options: Mapping[str, str]) -> object:
     """Raise UsageError for any option; the check of a device that has none."""
     if options:
-        raise UsageError(f"Device options ({', '.join(options)}): this device has none.")
+        raise UsageError(f"`device_options` {', '.join(options)}: this device has none.")
     return None
 
 

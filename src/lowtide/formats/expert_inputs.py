@@ -43,7 +43,7 @@ class ExpertInputs:
             raise UsageError(
                 f"The experts' inputs in {where} are another model's: of the same shape and with "
                 f"other weights ({self.fingerprint[:12]}, and these are {fingerprint[:12]}); give "
-                "another --calibration, and run lowtide calibrate --inputs."
+                "another `calibration`, and run lowtide calibrate --inputs."
             )
 
     def importance(self, layer: int, expert: int, is_down: bool) -> MeanSquares:

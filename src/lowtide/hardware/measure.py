@@ -140,7 +140,7 @@ def measure_costs(
             raise PlanError(
                 f"Measuring what experts cost on the GPU takes about "
                 f"{format_size(least_cold_bytes)} of its memory beside the slots; lower "
-                f"--gpu-memory, or free memory that other programs hold: {error}"
+                f"`gpu_memory`, or free memory that other programs hold: {error}"
             ) from error
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.cli.options import FLAGS
 from lowtide.core import hit_rate
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
@@ -33,6 +34,7 @@ from lowtide.hardware.memory import peak_resident_bytes, reset_peak
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.verify import NUM_PROMPT_TOKENS, random_prompt
 from lowtide.llm import LLM, plan_model
+from lowtide.option import in_words
 from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan, SpeedRange
 from lowtide.progress import Progress, no_progress
@@ -310,7 +312,7 @@ def _take_turn(llm: LLM, run: PresetRun, load: Load) -> None:
     try:
         llm.adopt_policy(*run.preset)
     except (PlanError, UsageError) as error:  # names and options were known: it is the budget
-        run.reason = str(error)
+        run.reason = in_words(str(error), FLAGS)
         return
     run.policy = llm.plan.policy
     prefill_s = _prefill_s(llm, load)

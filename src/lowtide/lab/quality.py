@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowtide.cli.options import FLAGS
 from lowtide.config import ModelConfig
 from lowtide.core import hit_rate
 from lowtide.engine.opening.config import EngineConfig
@@ -36,6 +37,7 @@ from lowtide.lab.quality_settings import QualitySetting, grouped, opening_option
 from lowtide.lab.quality_text import Scope, TextSample, encode, make_sample
 from lowtide.llm import LLM, check_request
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.option import in_words
 from lowtide.params import SamplingParams
 from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, MemoryPlan
 from lowtide.policies.receipt import Receipt
@@ -244,7 +246,7 @@ class _Judge:
                 except (PlanError, UsageError) as error:  # known by name: it is the budget
                     if len(self.rows) == 1:
                         raise
-                    row.reason = str(error)
+                    row.reason = in_words(str(error), FLAGS)
                     continue
                 rows.append(row)
                 self._judge(llm, row, reference)

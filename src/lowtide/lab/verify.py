@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtide.cli.options import FLAGS
 from lowtide.config import ModelConfig
 from lowtide.core import Step, hit_rate
 from lowtide.devices.kind import KINDS, OWN_DEVICES
@@ -33,6 +34,7 @@ from lowtide.lab.budgets import budget_of_share, home_of_share
 from lowtide.lab.emulated.kind import EMULATED
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.chunking import MAX_REMAINDER, OPERATOR_TILES
+from lowtide.option import in_words
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.plan import MemoryPlan, WeightFormats
 from lowtide.policies.presets import AUTO, lossless_presets
@@ -269,7 +271,7 @@ def _verdicts(model: str | Path, case: _Case, reference: _Run, task: _RunTask) -
             try:
                 llm.adopt_policy(policy)
             except PlanError as error:
-                yield replace(verdict, reason=str(error))
+                yield replace(verdict, reason=in_words(str(error), FLAGS))
             else:
                 run = _run(llm, task)
                 if case.tolerance:
@@ -297,7 +299,7 @@ def _lossy(
             verdict = replace(_verdict(case, llm.plan, lossy.policy), is_lossless=False)
             yield _compared(verdict, _run(llm, task), reference)
     except PlanError as error:
-        yield replace(verdict, reason=str(error))
+        yield replace(verdict, reason=in_words(str(error), FLAGS))
 
 
 def _verdict(case: _Case, plan: MemoryPlan, policy: str) -> Verdict:

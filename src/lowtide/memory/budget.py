@@ -118,13 +118,13 @@ def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tupl
 
 def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
     slots, count = "", needs.num_least_slots
-    flag = "--gpu-memory" if needs.is_device else "--host-memory"
+    option = "gpu_memory" if needs.is_device else "host_memory"
     if count:
         noun = "slot" if count == 1 else "slots"
         slots = f" and {count} expert {noun} of {format_size(needs.slot_bytes)}"
     # The most that a shorter context can save; advice that cannot help is not given.
     left_bytes = needs.minimum_bytes - needs.kv_cache_bytes - needs.workspace_bytes
-    shorter = " or lower --context" if left_bytes < budget_bytes else ""
+    shorter = " or lower `context`" if left_bytes < budget_bytes else ""
     # A model that keeps none has a layer's keys and values in the workspace.
     parts = f"workspace for a context of {context} tokens {format_size(needs.workspace_bytes)}"
     if needs.kv_cache_bytes:
@@ -139,5 +139,5 @@ def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
         f"A budget of {budget} is too small: at least "
         f"{least} ({needs.minimum_bytes} bytes) are needed, for dense "
         f"weights {format_size(needs.dense_bytes)}, {parts}, "
-        f"read ring {format_size(needs.ring_bytes)}{slots}. Raise {flag}{shorter}."
+        f"read ring {format_size(needs.ring_bytes)}{slots}. Raise `{option}`{shorter}."
     )

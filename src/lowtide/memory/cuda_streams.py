@@ -196,7 +196,7 @@ def device_pass() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DeviceError(
-            "The GPU's memory ran out; lower --gpu-memory or --context, or free memory that other "
+            "The GPU's memory ran out; lower `gpu_memory` or `context`, or free memory that other "
             f"programs hold: {error}"
         ) from error
     except torch.AcceleratorError as error:
@@ -213,6 +213,6 @@ def plan_errors(num_bytes: int, what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PlanError(
-            f"{format_size(num_bytes)} of {what} cannot be had; lower --gpu-memory or --context, "
+            f"{format_size(num_bytes)} of {what} cannot be had; lower `gpu_memory` or `context`, "
             f"or free memory that other programs hold: {error}"
         ) from error

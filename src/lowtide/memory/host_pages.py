@@ -42,7 +42,7 @@ class HostMapping:
         except (OSError, OverflowError) as error:
             raise PlanError(
                 f"The system refuses to reserve {num_bytes} bytes of host memory: {error}. "
-                "Lower --host-memory or --context."
+                "Lower `host_memory` or `context`."
             ) from error
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._start = -address % HUGE_PAGE_BYTES
@@ -97,7 +97,7 @@ class HostPages:
             self.release(start, stop)  # pages that were already populated
             raise PageError(
                 f"The system refuses {stop - start} bytes of host memory: {error}. Free memory "
-                "that other programs hold, or lower --host-memory."
+                "that other programs hold, or lower `host_memory`."
             ) from error
 
     def release(self, start: int, stop: int) -> None:

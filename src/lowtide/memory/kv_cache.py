@@ -853,12 +853,12 @@ class KVCache(TokenSpans[KVRange]):
             return PlanError(
                 "The states of another sequence have no room: those of running ones take all but "
                 f"{self._num_free_slots} of {self._states.num_slots} slots, and it needs {HALVES}; "
-                "wait for a sequence to end, or raise context."
+                "wait for a sequence to end, or raise `context`."
             )
         return PlanError(
             f"The KV cache has no room for {num_tokens} tokens: {self.num_free_tokens} of its "
             f"{self.num_tokens} are free, {self.max_range_tokens} for a sequence at most; wait "
-            "for a sequence to end, or raise context."
+            "for a sequence to end, or raise `context`."
         )
 
     def _drop_until_unused(self, num_tokens: int, in_windows: Sequence[int]) -> None:

@@ -160,7 +160,7 @@ class PassPlanner:
         return PlanError(
             f"A pass of {counts.tokens} tokens needs {graph.needed_bytes} bytes of workspace "
             f"however its operators are divided, and {free_bytes} are free; most of it is {names}. "
-            "Lower --context, or raise --host-memory."
+            "Lower `context`, or raise `host_memory`."
         )
 
 

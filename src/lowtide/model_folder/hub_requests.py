@@ -218,7 +218,7 @@ def _reason(error: Exception, name: str) -> str:
         )
     return _refusal(error, constants.ENDPOINT) or (
         f"{brief(error)}. Check the network and try again (what was fetched so far is kept); with "
-        f"--offline a whole copy of {name} in the cache is used; or give a folder."
+        f"`offline` a whole copy of {name} in the cache is used; or give a folder."
     )
 
 

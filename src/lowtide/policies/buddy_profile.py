@@ -113,7 +113,7 @@ class BuddyProfile:
             raise UsageError(
                 f"The buddy profile in {where} is another model's: of the same shape and with "
                 f"other weights ({self.fingerprint[:12]}, and these are {fingerprint[:12]}); "
-                "delete it or give another --calibration, and run lowtide calibrate --buddies."
+                "delete it or give another `calibration`, and run lowtide calibrate --buddies."
             )
 
     def lists(self, alpha: float | None = None, k_max: int = DEFAULT_K_MAX) -> NDArray[np.int32]:

@@ -111,7 +111,7 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
     _refuse_oracle(name)
     if name != AUTO and name not in CATALOGUE:
         raise UsageError(
-            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. One of "
+            f"`policy` {name!r} is not known; choose one of {', '.join(preset_names())}. One of "
             "your own needs the file that registers it: --policy-file."
             f"{meant(name, preset_names())}"
         )
@@ -157,8 +157,8 @@ def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False)
         return "lowtide", "not all experts fit: those most expensive to reload stay in memory"
     if name == "resident" and not everything_fits:
         raise UsageError(
-            "Policy 'resident' keeps every expert in memory and the budget is too small for that; "
-            "raise it to the plan's full_bytes or choose --policy tide."
+            "`policy` 'resident' keeps every expert in memory and the budget is too small for "
+            'that; raise it to the plan\'s full_bytes or choose `policy="tide"`.'
         )
     if not recipe(name).is_lossless:
         return name, "asked for; unless it waits for absent experts, it changes words"

@@ -212,7 +212,7 @@ class Recipe:
         if self.fetches_all and not inputs.costs.num_staging:
             raise PlanError(
                 "Fetching absent experts needs at least 1 staging slot and there is none; raise "
-                "--gpu-memory or choose a policy that computes them on the host, such as tide."
+                "`gpu_memory` or choose a policy that computes them on the host, such as tide."
             )
         alone = self.policies_without_device(inputs)
         return replace(

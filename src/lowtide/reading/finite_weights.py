@@ -108,5 +108,5 @@ def _check(
     if not loaded.is_finite(converted):
         raise CheckpointError(
             f"{name} in {path} holds a weight of {stored.name} that is infinite in {loaded.name}; "
-            "choose a wider dtype."
+            "choose a wider `dtype`."
         )

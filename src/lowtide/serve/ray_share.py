@@ -81,7 +81,7 @@ def share_of(
     nodes = node_resources()
     if options.get("cores") is not None:
         raise UsageError(
-            "cores: under Ray each engine has those that Ray gives it; ask Ray for them."
+            "`cores`: under Ray each engine has those that Ray gives it; ask Ray for them."
         )
     least_cpus = int(min(node["CPU"] for node in nodes))
     num_cpus = least_cpus if cores is None else cores
@@ -100,7 +100,7 @@ def share_of(
             raise PlanError(
                 f"An engine of {room} bytes has {max(0, budget_bytes)} for the model, and at least "
                 f"{plan.minimum_bytes} are needed: its process takes {beside_bytes} beside. Give "
-                "it more memory (ray start --memory), or lower the context."
+                "it more memory (ray start --memory), or lower `context`."
             )
     named = {**options, "host_memory": budget_bytes, "cores": num_cpus}
     return Share(named, num_cpus, budget_bytes + beside_bytes)

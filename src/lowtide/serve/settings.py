@@ -54,12 +54,12 @@ class ServeSettings:
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
             raise UsageError(
-                "api_key must be printable ASCII without spaces around it: a header carries it."
+                "`api_key` must be printable ASCII without spaces around it: a header carries it."
             )
         if self.auth and key is None and not self.is_local:
             raise UsageError(
-                f"host {self.host!r} can be reached from other machines, and there is no key: give "
-                "--api-key (or LOWTIDE_API_KEY), or --no-auth to serve all who ask."
+                f"`host` {self.host!r} can be reached from other machines, and there is no key: "
+                "give --api-key (or LOWTIDE_API_KEY), or --no-auth to serve all who ask."
             )
 
     @property

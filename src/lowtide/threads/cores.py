@@ -46,7 +46,9 @@ def parse_cores(given: object) -> Cores:
     if isinstance(given, int) and not isinstance(given, bool):
         if 0 < given < MAX_CPUS:
             return given
-        raise UsageError(f"cores {shown(given)} is not a number of cores; 3-3 is the core 3 alone.")
+        raise UsageError(
+            f"`cores` {shown(given)} is not a number of cores; 3-3 is the core 3 alone."
+        )
     try:
         if isinstance(given, str):
             return siblings_of(given)
@@ -55,7 +57,7 @@ def parse_cores(given: object) -> Cores:
     except (TypeError, ValueError):
         pass
     raise UsageError(
-        f"cores must be a number such as 4 or a list such as 0,2-3, not {shown(given)}."
+        f"`cores` must be a number such as 4 or a list such as 0,2-3, not {shown(given)}."
     )
 
 
@@ -92,7 +94,7 @@ def look_at(cores: Cores) -> None:
     if isinstance(cores, int):
         cpus = _whole_cores_first(usable)
         if len(cpus) < cores:
-            raise UsageError(f"cores {cores}: this process may use {len(cpus)} only.")
+            raise UsageError(f"`cores` {cores}: this process may use {len(cpus)} only.")
         chosen = frozenset(cpus[:cores])
     else:
         _check_usable(cores, usable)
@@ -107,7 +109,7 @@ def _is_kept(cores: Cores) -> bool:
         return False
     if _kept[0] != cores:
         raise UsageError(
-            f"cores {_shown(cores)}: this process keeps to {_shown(_kept[0])} since its first "
+            f"`cores` {_shown(cores)}: this process keeps to {_shown(_kept[0])} since its first "
             "model, for its life; open the model in a process of its own."
         )
     return True
@@ -116,7 +118,7 @@ def _is_kept(cores: Cores) -> bool:
 def _check_usable(cores: frozenset[int], usable: Iterable[int]) -> None:
     if not cores <= set(usable):
         raise UsageError(
-            f"cores {_shown(cores)}: this process may use {_shown(frozenset(usable))} only."
+            f"`cores` {_shown(cores)}: this process may use {_shown(frozenset(usable))} only."
         )
 
 
@@ -128,8 +130,8 @@ def _move_threads(cores: Cores, taken: frozenset[int]) -> None:
                 os.sched_setaffinity(int(task.name), taken)
     except OSError as error:  # no /proc, or a sandbox that lets no thread be moved
         raise UsageError(
-            f"cores {_shown(cores)}: the system keeps no threads to cores here "
-            f"({error.strerror}); leave cores out."
+            f"`cores` {_shown(cores)}: the system keeps no threads to cores here "
+            f"({error.strerror}); leave `cores` out."
         ) from error
 
 
@@ -167,9 +169,9 @@ def _claimed(num_cores: int, usable: Iterable[int]) -> tuple[frozenset[int], lis
         for claim in claims:
             claim.close()
         raise UsageError(
-            f"cores {num_cores}: this process may use {len(cpus)}, and {len(cpus) - len(taken)} of "
-            "them are taken by other processes of lowtide. Ask for fewer, name them in a list, or "
-            "end one of those processes."
+            f"`cores` {num_cores}: this process may use {len(cpus)}, and {len(cpus) - len(taken)} "
+            "of them are taken by other processes of lowtide. Ask for fewer, name them in a list, "
+            "or end one of those processes."
         )
     return frozenset(taken), claims
 

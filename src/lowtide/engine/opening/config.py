@@ -133,18 +133,18 @@ class EngineConfig:
         check_device(self.device, self.device_options)
         if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
             raise UsageError(
-                f"gpu_memory {self.gpu_memory!r}: there is no GPU in use; leave it out."
+                f"`gpu_memory` {self.gpu_memory!r}: there is no GPU in use; leave it out."
             )
         if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
             raise UnsupportedError(
-                f"dtype {self.dtype!r} is not supported; choose one of the names "
+                f"`dtype` {self.dtype!r} is not supported; choose one of the names "
                 f"{', '.join(SAFETENSORS_NAME)}."
             )
         if self.format == AUTO_FORMAT and self.activations == INT8_ROWS:
             raise UsageError(
-                f"activations {self.activations!r} needs weights in a format that is named, and "
-                "format 'auto' may leave them as they are stored: name the format, or leave "
-                "activations out."
+                f"`activations` {self.activations!r} needs weights in a format that is named, and "
+                "`format` 'auto' may leave them as they are stored: name the format, or leave "
+                "`activations` out."
             )
         _ = self.formats, self.kept_cores  # refused now if they cannot be
         check_policy(self.policy, self.policy_options)

@@ -15,23 +15,24 @@ def check_device(name: str, options: Mapping[str, str]) -> None:
     """Raise UsageError for an unknown device or device option; needs no model."""
     if name.startswith("cuda:"):
         raise UnsupportedError(
-            f"Device {name!r}: one GPU is used, the first that this process sees. Choose --device "
-            "cuda; the environment's CUDA_VISIBLE_DEVICES says which GPUs a process sees."
+            f"`device` {name!r}: one GPU is used, the first that this process sees. Choose "
+            '`device="cuda"`; '
+            "the environment's CUDA_VISIBLE_DEVICES says which GPUs a process sees."
         )
     if name not in (*OWN_DEVICES, *KINDS):
         known = ", ".join([*OWN_DEVICES, *KINDS])
-        raise UsageError(f"Device {name!r} is not known; choose one of {known}.")
+        raise UsageError(f"`device` {name!r} is not known; choose one of {known}.")
     if name not in OWN_DEVICES:
         KINDS[name].check_options(options)
     elif options:
         others = " or ".join(KINDS)
         raise UsageError(
-            f"Device options ({', '.join(options)}) belong to --device {others}, not to {name}."
+            f"`device_options` {', '.join(options)} belong to `device` {others}, not to {name}."
         )
     if name == "cuda" and not _has_gpu():
         raise UnsupportedError(
-            "Device 'cuda': this PyTorch sees no GPU. Choose --device cpu, or install the PyTorch "
-            "build for your GPU."
+            "`device` 'cuda': this PyTorch sees no GPU. Choose "
+            '`device="cpu"`, or install the PyTorch build for your GPU.'
         )
 
 
@@ -59,7 +60,7 @@ def check_compute_dtype(device: str, dtype: str) -> None:
         )
         raise UnsupportedError(
             f"bfloat16 on {name}: this GPU has compute capability {found}, and multiplies bfloat16 "
-            f"from {least} on. Choose --dtype float16, or --device cpu."
+            f'from {least} on. Choose `dtype="float16"`, or `device="cpu"`.'
         )
 
 

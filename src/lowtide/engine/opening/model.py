@@ -140,12 +140,12 @@ def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
     if config.quantisation is not None and resolve_device(options.device) == "cuda":
         raise UnsupportedError(
             f"Weights in {config.quantisation.method} have no kernels on a GPU yet; choose "
-            "--device cpu."
+            '`device="cpu"`.'
         )
     activation = "silu" if config.experts is None else config.experts.activation
     if activation not in ("silu", "clamped") and resolve_device(options.device) == "cuda":
         raise UnsupportedError(
-            f"Experts with {activation} have no kernels on a GPU yet; choose --device cpu."
+            f'Experts with {activation} have no kernels on a GPU yet; choose `device="cpu"`.'
         )
     if config.experts is None:
         check_without_experts(config, options)

@@ -29,13 +29,17 @@ def check_cache(options: EngineConfig) -> None:
     """Raise UsageError for contradictory options of kept KV caches; needs no model."""
     if options.cache == Reuse.EXACT.value and substitutes(options.policy, options.policy_options):
         raise UsageError(
-            "cache 'exact' gives the ids of a run that computes everything, and policy "
+            "`cache` 'exact' gives the ids of a run that computes everything, and `policy` "
             f"{options.policy!r} may change them: leave one of the two out."
         )
     if not parse_size(options.cache_disk, total=2**62):
-        raise UsageError("cache_disk leaves no room: give a size such as 8GiB, or no cache_dir.")
+        raise UsageError(
+            "`cache_disk` leaves no room: give a size such as 8GiB, or no `cache_dir`."
+        )
     if options.cache_dir is not None and resolve_device(options.device) == "cuda":
-        raise UnsupportedError("cache_dir on a GPU: keys there are not written yet. Leave it out.")
+        raise UnsupportedError(
+            "`cache_dir` on a GPU: keys there are not written yet. Leave it out."
+        )
 
 
 def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
@@ -43,15 +47,16 @@ def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
     name = config.architecture
     if options.policy != "auto" or options.policy_options:
         raise UsageError(
-            f"Policy {options.policy!r}: {name} has no experts, so there is nothing to place; "
+            f"`policy` {options.policy!r}: {name} has no experts, so there is nothing to place; "
             "leave the policy and its options out."
         )
     for option in ("calibration", "expert_dtype"):
         if getattr(options, option) is not None:
-            raise UsageError(f"{option}: {name} has no experts; leave this out.")
+            raise UsageError(f"`{option}`: {name} has no experts; leave this out.")
     if options.device not in OWN_DEVICES:
         raise UnsupportedError(
-            f"Device {options.device!r} computes experts, and {name} has none; choose --device cpu."
+            f"`device` {options.device!r} computes experts, and {name} has none; choose "
+            '`device="cpu"`.'
         )
 
 
@@ -60,6 +65,6 @@ def check_exact_keys(config: ModelConfig, options: EngineConfig) -> None:
     name = config.architecture
     if isinstance(options.kv_cache, str):
         raise UnsupportedError(
-            f"kv_cache {options.kv_cache!r} is for bidirectional models (LLaDA, LLaDA-MoE, Dream); "
-            f"{name} keeps exact keys and values, so leave it true."
+            f"`kv_cache` {options.kv_cache!r} is for bidirectional models (LLaDA, LLaDA-MoE, "
+            f"Dream); {name} keeps exact keys and values, so leave it true."
         )

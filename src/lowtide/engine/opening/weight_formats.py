@@ -50,8 +50,8 @@ class FormatRequest(NamedTuple):
         if whole == AUTO_FORMAT:
             if experts or dense:
                 raise UsageError(
-                    "format 'auto' chooses for all parts; leave expert_dtype and dense_dtype out, "
-                    f"or name the format: {', '.join(QUANTISED)}."
+                    "`format` 'auto' chooses for all parts; leave `expert_dtype` and `dense_dtype` "
+                    f"out, or name the format: {', '.join(QUANTISED)}."
                 )
             whole = OWN_FORMAT
         known = (OWN_FORMAT, *QUANTISED, *SAFETENSORS_NAME)
@@ -68,14 +68,14 @@ class FormatRequest(NamedTuple):
         for option, asked in (("expert_dtype", self.experts), ("dense_dtype", self.dense)):
             if asked in SAFETENSORS_NAME and asked != dtype:
                 raise UnsupportedError(
-                    f"{option} {asked!r} is not supported: weights are kept as they are stored "
+                    f"`{option}` {asked!r} is not supported: weights are kept as they are stored "
                     f"where they can be multiplied with, in {', '.join(QUANTISED)}, or in "
                     f"{dtype!r}, in which this model computes."
                 )
         if device == "cuda" and self.dense in QUANTISED:
             raise UnsupportedError(
                 f"Dense weights in {self.dense} have no kernels on a GPU yet, only experts have: "
-                "choose --expert-dtype alone, or --device cpu."
+                'choose `expert_dtype` alone, or `device="cpu"`.'
             )
 
 
@@ -96,7 +96,7 @@ def expert_formats(
     if table.targets is not None:
         raise UnsupportedError(
             f"Experts in {asked.experts}: this model's matrices are not stored row by row, each by "
-            "itself; choose dense_dtype for all else."
+            "itself; choose `dense_dtype` for all else."
         )
     return [(chosen,) * 3] * len(table.layers)
 
@@ -118,7 +118,7 @@ def dense_formats(
             if weight_map.dense[spec.name].parts:
                 raise UnsupportedError(
                     f"{spec.name} in {name}: its parts lie in other tensors of this file; choose "
-                    "expert_dtype alone."
+                    "`expert_dtype` alone."
                 )
             kept[spec.name] = formats()[name].for_rows(spec.shape[-1])
         elif asked.dense == OWN_FORMAT and _is_matrix(spec):
@@ -205,20 +205,21 @@ def check_rounded_rows(formats: WeightFormats, device: str) -> None:
     """
     if device == "cuda":
         raise UnsupportedError(
-            "activations 'int8' has no kernels on a GPU; choose --device cpu, or leave it out."
+            "`activations` 'int8' has no kernels on a GPU; choose "
+            '`device="cpu"`, or leave it out.'
         )
     if formats.names.isdisjoint(ROUNDABLE):
         raise UnsupportedError(
-            "activations 'int8' is about products with weights in "
+            "`activations` 'int8' is about products with weights in "
             f"{', '.join(QUANTISED)} or a packed type of GGUF files, and here are "
-            f"{formats.names_of_parts}; choose --format {' or '.join(QUANTISED)}, or leave it out."
+            f"{formats.names_of_parts}; choose `format` {' or '.join(QUANTISED)}, or leave it out."
         )
 
 
 def _checked(option: str, given: str, known: tuple[str, ...]) -> str:
     name = _OTHER_NAMES.get(given, given)
     if name not in known:
-        raise UsageError(f"{option} {given!r} is not known; choose {', '.join(known)}.")
+        raise UsageError(f"`{option}` {given!r} is not known; choose {', '.join(known)}.")
     return name
 
 
@@ -227,7 +228,7 @@ def _check_stored(asked: str, stored: Iterable[MatrixFormat], what: str) -> None
         if each.name != asked and each.unpacked != each.name:
             raise UnsupportedError(
                 f"{what} cannot be made into {asked}: stored in {each.name}, which is rounded "
-                "already. Choose --format own, or the model that this one was made of."
+                'already. Choose `format="own"`, or the model that this one was made of.'
             )
 
 

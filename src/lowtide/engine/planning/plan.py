@@ -229,8 +229,8 @@ def shortage_of(plan: MemoryPlan, host_memory: str | int) -> str:
         return ""
     return (
         f"At least {format_size(needed_bytes)} of memory are needed, and "
-        f"{format_size(available_bytes)} are available. Lower --context or free memory; a "
-        "--host-memory that is given is taken at its word."
+        f"{format_size(available_bytes)} are available. Lower `context` or free memory; a "
+        "`host_memory` that is given is taken at its word."
     )
 
 
@@ -242,7 +242,7 @@ def excess_of(plan: MemoryPlan, host_memory: str | int) -> str:
     budget_bytes = parse_size(host_memory, total_bytes)
     if budget_bytes > total_bytes:
         return (
-            f"host_memory {format_size(budget_bytes)} is more than there is: this machine has "
+            f"`host_memory` {format_size(budget_bytes)} is more than there is: this machine has "
             f"{format_size(total_bytes)}. Anything beyond that will be swapped, or the process "
             "will be killed. Choose auto, or a share such as 80%."
         )

@@ -20,9 +20,9 @@ SEARCH_S = 60.0
 """Time limit of the search for a broken weight: some models take an hour to read."""
 
 _WAY_OUT = {
-    "float16": "Choose dtype bfloat16 or float32, whose range is wider",
-    "bfloat16": "Choose dtype float32, which is more precise",
-    "float32": "Choose kernels 'reference', and report it if that helps",
+    "float16": "Choose `dtype` bfloat16 or float32, whose range is wider",
+    "bfloat16": "Choose `dtype` float32, which is more precise",
+    "float32": "Choose `kernels` 'reference, and report it if that helps",
 }
 
 
@@ -69,7 +69,7 @@ class FaultSearch:
         if self._found < 1:
             found = (
                 f"the {self._found:.0%} of weights that were read are finite "
-                "(check_weights reads all)"
+                "(`check_weights` reads all)"
             )
         return NumericError(f"{error} But {found}: {dtype} overflowed. {_WAY_OUT[dtype]}.")
 

@@ -76,8 +76,8 @@ def _lossy(settings: Settings, options: dict[str, object]) -> Lossy | None:
         return None
     if is_lossless(str(policy)):
         raise UsageError(
-            "verify runs every lossless policy; leave policy and policy_option out, or name one "
-            "that changes words, to see by how much: --policy buddymoe."
+            "verify runs every lossless policy; leave --policy and --policy-option out, or name "
+            "one that changes words, to see by how much: --policy buddymoe."
         )
     return Lossy(str(policy), cast(Mapping[str, str], policy_options))
 
