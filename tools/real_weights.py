@@ -10,6 +10,7 @@ router that chooses one of each pair by its input, so that caches see choices th
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -166,7 +167,9 @@ def _written(target: Path) -> Iterator[Path]:
 
 
 def main(arguments: list[str], say: Callable[[str], object] = print) -> None:
-    for name, path in forms(Path(arguments[0]) if arguments else None).items():
+    parser = argparse.ArgumentParser(description="Real weights in three forms that answer alike.")
+    parser.add_argument("folder", type=Path, nargs="?", help="by default in the user's cache")
+    for name, path in forms(parser.parse_args(arguments).folder).items():
         say(f"{name}: {path} ({path.stat().st_size:,} bytes)")
 
 
