@@ -97,11 +97,19 @@ def test_what_is_whole_sectors_long_lies_on_sectors(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_packed_is_refused(model: Path, packed: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing to pack"):
-        pack(model, tmp_path / "own")
+    for format, why in (
+        (None, "nothing to pack: give `format` q8 or q4"),
+        ("own", "nothing to pack: give `format` q8 or q4"),
+        ("q5", "`format` 'q5' is not known; choose q8, q4\\."),
+        ("auto", "name the format"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            pack("nobody/no-model", tmp_path / "own", format=format)  # nothing is fetched
     with pytest.raises(UnsupportedError, match="rounded already"):
         pack(packed, tmp_path / "again", format="q8")
-    with pytest.raises(UsageError, match="nothing to pack"):
+    with pytest.raises(
+        UsageError, match="nothing to pack: the weights of .* are stored so already"
+    ):
         pack(packed, tmp_path / "same", format="q4")
     for name in ("q4", "q8"):
         with pytest.raises(UsageError, match="packed already, whole, with experts in q4 .*run it"):

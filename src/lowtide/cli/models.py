@@ -17,6 +17,7 @@ from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stderr_console, stdout_console
 from lowtide.config import format_size
+from lowtide.engine.opening.weight_formats import check_packed
 from lowtide.errors import UsageError
 from lowtide.families.registry import own_names
 from lowtide.option import Group
@@ -77,6 +78,8 @@ def pack(model: ModelName, *, settings: Settings) -> None:
     if settings.flag("by_expert"):
         return _pack_experts(model, settings)
     out = _out("pack", settings)
+    format, experts, dense = map(settings.text, ("format", "expert_dtype", "dense_dtype"))
+    check_packed(format, experts, dense)  # before anything is fetched
     folder = find_model(model, settings)
     from lowtide.model_writing.pack import pack as write_packed
 
@@ -84,9 +87,9 @@ def pack(model: ModelName, *, settings: Settings) -> None:
         written = write_packed(
             folder,
             out,
-            settings.text("format"),
-            settings.text("expert_dtype"),
-            settings.text("dense_dtype"),
+            format,
+            experts,
+            dense,
             progress,
             calibration=settings.text("calibration"),
         )

@@ -22,7 +22,7 @@ from lowtide.config.quantisation import PACKED_METHOD
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.facts import ModelFacts
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.opening.weight_formats import QUANTISED
+from lowtide.engine.opening.weight_formats import QUANTISED, check_packed
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
 from lowtide.files.whole_file import whole_file
 from lowtide.formats import MatrixFormat, format_of, formats
@@ -72,6 +72,7 @@ def pack(
     process, StorageError for a disk that is full (or too small, before anything is written) or a
     source that changed, and the errors of opening a model.
     """
+    check_packed(format, expert_dtype, dense_dtype)
     options = EngineConfig(
         format=format,
         expert_dtype=expert_dtype,
@@ -86,7 +87,7 @@ def pack(
     if calibration is not None and inputs is None:
         raise UsageError(
             f"{calibration} has nothing for these formats: no experts are rounded, or it has no "
-            "inputs of theirs (lowtide calibrate --inputs). Leave --calibration out."
+            "inputs of theirs (lowtide calibrate --inputs). Leave `calibration` out."
         )
     chosen = _chosen(facts, checkpoint, memory.dense_formats, options.formats.experts)
     notes = _notes(checkpoint, chosen, inputs)
@@ -121,12 +122,11 @@ def _packable(checkpoint: Checkpoint | None, folder: Path, is_rounded: bool) -> 
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise UnsupportedError(
             f"{folder} is not a folder of safetensors; only those are packed. Pack the folder "
-            "that it was made of, or have --format round it each time it is read."
+            "that it was made of, or have `format` round it each time it is read."
         )
     if not is_rounded:
         raise UsageError(
-            f"There is nothing to pack: give --format {' or '.join(QUANTISED)}, and a model whose "
-            "weights are not stored so already."
+            f"There is nothing to pack: the weights of {folder} are stored so already."
         )
     if "quantization_config" in config_of(folder):
         raise UnsupportedError(

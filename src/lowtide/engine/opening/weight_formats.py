@@ -18,7 +18,7 @@ from lowtide.config import ModelConfig
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import MatrixFormat, format_of, formats, ggml
 from lowtide.formats.plain import SAFETENSORS_NAME
-from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT, WeightFormats
+from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT, WeightFormats, check_is_named
 from lowtide.schemas import ModelSchema, WeightMap
 from lowtide.schemas.schema import TensorSpec
 
@@ -77,6 +77,15 @@ class FormatRequest(NamedTuple):
                 f"Dense weights in {self.dense} have no kernels on a GPU yet, only experts have: "
                 'choose `expert_dtype` alone, or `device="cpu"`.'
             )
+
+
+def check_packed(all_parts: str | None, experts: str | None, dense: str | None) -> None:
+    """Raise UsageError unless these options name q8 or q4 for a part, which is all that packs."""
+    if all_parts not in (None, OWN_FORMAT):
+        check_is_named(all_parts)
+        _checked("format", str(all_parts), QUANTISED)
+    if not {*FormatRequest.of(all_parts, experts, dense)} & {*QUANTISED}:
+        raise UsageError(f"There is nothing to pack: give `format` {' or '.join(QUANTISED)}.")
 
 
 def expert_formats(
