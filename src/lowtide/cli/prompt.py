@@ -108,7 +108,7 @@ def read_prompt(text: str | None, ids: str | None, model: str = "MODEL") -> str 
         )
     prompt = _read_stdin() if text is None or text == "-" else _decoded(text)
     if not prompt:
-        raise UsageError("the prompt is empty: give at least one character after -p.")
+        raise UsageError("the prompt is empty: give at least one character.")
     if text not in (None, "-") and _has_piped_input() and (more := _read_stdin()):
         return f"{prompt}\n\n{more}"
     return prompt
