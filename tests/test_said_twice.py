@@ -71,6 +71,9 @@ def test_one_rotary_embedding_does_not_add_to_another() -> None:
     for one, other in ((plain, YARN), (YARN, plain)):
         with pytest.raises(ConfigError, match="rope_parameters and rope_scaling disagree"):
             config_of("llama", rope_theta=777.0, rope_parameters=one, rope_scaling=other)
+    inside = {**YARN, "rope_theta": 777.0}
+    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling disagree"):
+        config_of("llama", rope_theta=None, rope_parameters=inside, rope_scaling=YARN)
     both = config_of("llama", rope_theta=777.0, rope_parameters=YARN, rope_scaling={})
     assert both.attention.rope.yarn is not None
 
@@ -89,5 +92,6 @@ def test_null_switches_interleaving_off() -> None:
 
 
 def test_gpt_oss_must_say_how_it_is_stretched() -> None:
-    with pytest.raises(ConfigError, match="no rope_parameters or rope_scaling"):
-        config_of("gpt_oss", rope_scaling="none", rope_parameters="none")
+    for empty in ("none", {}):
+        with pytest.raises(ConfigError, match="no rope_parameters or rope_scaling"):
+            config_of("gpt_oss", rope_scaling=empty, rope_parameters="none")

@@ -80,12 +80,17 @@ def read_rope(
     theta = _agreed("rope_theta", [each.theta for each in given]) or usual_theta
     if theta is None:
         raise ConfigError("config.json has no rope_theta, neither flat nor in rope_parameters.")
-    stretches = [each.stretch for each in given[1:]]
-    if len(set(stretches)) > 1:
+    outside, *nested = given
+    # With both transformers takes nothing from rope_parameters, no rope_theta either.
+    alike = {
+        each._replace(theta=each.theta or outside.theta, factor=each.factor or outside.factor)
+        for each in nested
+    }
+    if len(alike) > 1:
         raise ConfigError(
             "config.json: rope_parameters and rope_scaling disagree; only one of them may be given."
         )
-    stretch = stretches[0] if stretches else _Stretch()
+    stretch = nested[0].stretch if nested else _Stretch()
     if stretch.yarn is not None and theta == 1:
         raise ConfigError("config.json: a rope_theta of 1 has no frequencies for YaRN to stretch.")
     factor = _agreed("partial_rotary_factor", [each.factor for each in given])

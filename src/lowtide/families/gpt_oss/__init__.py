@@ -26,7 +26,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.only("swiglu_alpha", 1.702)
     fields.only("swiglu_limit", 7.0)
     # Without either, transformers stretches the rotary embedding by numbers of its own.
-    if fields.raw("rope_parameters") is None and fields.raw("rope_scaling") is None:
+    if not fields.raw("rope_parameters") and not fields.raw("rope_scaling"):
         raise ConfigError("config.json has no rope_parameters or rope_scaling.")
     expert_size, windows = keys.width(fields, "intermediate_size"), _windows(fields)
     experts = keys.experts(
