@@ -40,8 +40,10 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+FINE_TUNED = {**YARN, "finetuned": True}
 ALL = [(family, rope) for family in SIZES for rope in (LINEAR, LLAMA3)]
 ALL += [("mixtral", YARN), ("olmoe", YARN)]  # the others: test_contract_family.py
+ALL += [("llama", FINE_TUNED)]
 
 
 def ids(value: object) -> str:
@@ -82,6 +84,12 @@ def test_ling_is_stretched_as_well() -> None:
 def test_numbers_that_cannot_be_are_refused(rope: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of("mixtral", **rope)
+
+
+def test_keys_of_another_stretch_are_refused() -> None:
+    message = "rope_scaling.'alpha' 1000.0 is not supported in the rotary embedding 'dynamic'"
+    with pytest.raises(UnsupportedError, match=message):
+        config_of("llama", type="dynamic", factor=2.0, alpha=1000.0)
 
 
 def test_divisors_are_for_gguf_files_alone() -> None:

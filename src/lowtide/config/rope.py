@@ -170,7 +170,7 @@ def _nested(fields: Fields, name: str, positions: _Positions, can_stretch: bool)
         stretch,
     )
     inner.asked.update(_OF_IMAGES)
-    _refuse_unknown(inner)
+    _refuse_unknown(inner, kind)
     return rotary
 
 
@@ -263,6 +263,7 @@ def _yarn(inner: Fields, positions: _Positions) -> _Stretch:
         amplitude=mscale(factor, 1.0) if amplitude is None else amplitude,
         is_rounded=inner.boolean("truncate", default=True),
     )
+    inner.asked.add("finetuned")  # of YaRN's own models; says how they were made
     return _Stretch(yarn, everywhere or 0.0)
 
 
@@ -277,12 +278,12 @@ def _turns(inner: Fields, name: str) -> float | None:
 _STRETCHES = {"yarn": _yarn, "linear": _linear, "llama3": _llama3, "dynamic": _dynamic}
 
 
-def _refuse_unknown(inner: Fields) -> None:
-    for name in inner.values:
-        if name not in inner.asked and inner.values[name] is not None:
+def _refuse_unknown(inner: Fields, kind: str) -> None:
+    for name, value in inner.values.items():
+        if name not in inner.asked and value is not None:
             raise UnsupportedError(
-                f"config.json: {inner.prefix}{shown(name)} is not supported; only the default "
-                f"rotary embedding is: {OTHER_MODEL}."
+                f"config.json: {inner.prefix}{shown(name)} {shown(value)} is not supported in the "
+                f"rotary embedding {shown(kind)}; {OTHER_MODEL}."
             )
 
 
