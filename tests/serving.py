@@ -99,11 +99,11 @@ class ServerProcess(NamedTuple):
 
 
 @contextmanager
-def serving_process(model: str | Path, *arguments: str) -> Iterator[ServerProcess]:
-    """A server of its own, once it listens, and killed at the end."""
+def serving_process(model: str | Path, *arguments: str, **options: Any) -> Iterator[ServerProcess]:
+    """A server of its own, once it listens, and killed at the end. options: of `Popen`."""
     command = [sys.executable, "-m", "lowtide", "serve", str(model), "--port", "0", *arguments]
     env = os.environ | {"PYTHONWARNINGS": "error"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, **options)
     said: list[str] = []
     found = threading.Event()
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
-from serving import Running, serving, talking_folder
+from serving import Running, ServerProcess, serving, serving_process, talking_folder
 from whole import LIMIT_S, wait_until
 
 from lowtide import AsyncLLM
@@ -42,12 +46,12 @@ def running(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]
         yield found
 
 
-def connected(running: Running) -> socket.socket:
+def connected(running: Running | ServerProcess) -> socket.socket:
     url = urlsplit(running.url)
     return socket.create_connection((url.hostname, url.port), LIMIT_S)
 
 
-def said_to(running: Running, data: bytes, is_half: bool = False) -> bytes:
+def said_to(running: Running | ServerProcess, data: bytes, is_half: bool = False) -> bytes:
     """Return the server's output until it closes.
 
     is_half: the client closes its sending half.
@@ -95,6 +99,22 @@ def test_silent_connections_shut_nobody_out(
             said += part
         assert b"[DONE]" in said
     assert ids_in(said_to(running, completion())) == alone
+
+
+def test_silent_connections_leave_files_to_open(tmp_path: Path) -> None:
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
+    with (
+        serving_process(talking_folder(tmp_path / "model"), preexec_fn=limit) as server,
+        ExitStack() as stack,
+    ):
+        for _ in range(48):
+            stack.enter_context(connected(server))
+        assert ids_in(said_to(server, completion()))
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        form = {"response_format": {"type": "json_object"}}  # compiled in a new process
+        said = httpx.post(f"{server.url}/v1/chat/completions", json=body | form, timeout=LIMIT_S)
+        assert said.status_code == 200, said.text
+    assert not any("out of system resource" in line for line in server.said)
 
 
 def test_a_connection_without_its_first_byte_has_little_time(

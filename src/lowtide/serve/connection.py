@@ -14,10 +14,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lowtide.serve import open_files
 from lowtide.serve.request_log import LIMIT, LimitedLog
 
 MAX_CONNECTIONS = 1024
-"""A connection beyond this replaces the longest idle one that waits for its client."""
+"""A connection beyond this, or beyond what the limit of open files leaves room for, replaces the
+longest idle one that waits for its client."""
 
 FIRST_BYTE_S = 10.0
 """Time limit for a connection's first byte."""
@@ -69,7 +71,8 @@ class Connection(H11Protocol):
         """Start the time limits, and make room if there are too many connections."""
         super().connection_made(transport)
         self._heard_s = self.loop.time()
-        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
+        most = min(MAX_CONNECTIONS, open_files.max_connections())
+        if len(self.connections) > most and not self._make_room():
             transport.abort()
             return
         transport.set_write_buffer_limits(high=0)

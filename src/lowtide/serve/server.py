@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.errors import UsageError
+from lowtide.serve import open_files
 from lowtide.serve.app import build_app
 from lowtide.serve.connection import Connection
 from lowtide.serve.guard import MAX_HEADER_BYTES
@@ -63,6 +64,7 @@ async def run_server(
 
     on_ready: called with the server's URL once it listens.
     """
+    open_files.raise_limit()
     service = Service(llm, settings)
     server = _Server(config_of(build_app(service)), service, on_ready)
     service.warm_up()
@@ -73,6 +75,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     """Return uvicorn's configuration: limits of connections, and no access log."""
     return uvicorn.Config(
         app,
+        backlog=open_files.max_waiting(),
         http=Connection,
         ws="none",
         lifespan="on",
