@@ -27,7 +27,7 @@ def locality(results: Results, page: Path) -> str:
     parts = [
         _drawn(run),
         table(_RATES, rates, page),
-        "Speed over the fastest preset's, at 12.5, 25 and 50% of the experts in memory:",
+        "Speed over the fastest policy's, at 12.5, 25 and 50% of the experts in memory:",
         table(head, [([line], _presets(line, names)) for line in presets], page),
         "Means of all cells (geometric), under the local; the static routing:",
         table(order, [([line], _verdict(line, (*names, "auto"))) for line in verdicts], page),

@@ -171,7 +171,7 @@ _OWN: dict[str, Recipe] = {
     "lru": Recipe(_lru, lambda s: AllFetch(), fetches_all=True),
 }
 
-CATALOGUE: Registry[Recipe] = Registry(POLICIES, "preset", Recipe, _OWN)
+CATALOGUE: Registry[Recipe] = Registry(POLICIES, "policy", Recipe, _OWN)
 """Every preset by name. `resident` ignores the capacity it is given."""
 
 CATALOGUE[buddymoe.NAME] = buddymoe.over(CATALOGUE)

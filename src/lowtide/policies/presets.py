@@ -32,14 +32,14 @@ def recipe(name: str) -> Recipe:
     """Return the preset called `name`; raise UsageError if there is none."""
     _refuse_oracle(name)
     if name not in CATALOGUE:
-        raise UsageError(f"Preset {name!r} is not known; choose one of {', '.join(CATALOGUE)}.")
+        raise UsageError(f"`policy` {name!r} is not known; choose one of {', '.join(CATALOGUE)}.")
     return CATALOGUE[name]
 
 
 def register(name: str, made: Recipe) -> None:
     """Add a preset. Raise UsageError for a name that is taken."""
     if name in (AUTO, ORACLE):
-        raise UsageError(f"There is a preset {name!r} already; choose another name.")
+        raise UsageError(f"There is a policy {name!r} already; choose another name.")
     CATALOGUE.register(name, made)
 
 

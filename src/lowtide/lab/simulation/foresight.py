@@ -48,7 +48,7 @@ class Foresight(enum.Enum):
         if gate not in accuracies:
             known = ", ".join(one.value for one in accuracies) or "none"
             raise UsageError(
-                f"The preset asks the early gate {gate.value!r} and its accuracy is missing (there "
+                f"The policy asks the early gate {gate.value!r} and its accuracy is missing (there "
                 f"are: {known}); run lowtide calibrate on the trace's model."
             )
         return cls.MEASURED
