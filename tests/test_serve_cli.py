@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -76,9 +77,12 @@ def test_a_client_s_config_has_the_context_that_would_be_served() -> None:
     assert "tokens" not in told
 
 
-def test_a_signal_lets_answers_finish_and_ends_the_process() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_answers_finish_and_ends_the_process(number: signal.Signals) -> None:
     body = {"prompt": "import", "max_tokens": 150, "ignore_eos": True, "stream": True}
-    with serving_process(DEMO, "--context", "512", "--api-key", "k") as (server, url, said):
+    options = ("--context", "512", "--api-key", "k")
+    heard = partial(signal.signal, number, signal.SIG_DFL)  # this test may run under nohup
+    with serving_process(DEMO, *options, preexec_fn=heard) as (server, url, said):
         headers = {"authorization": "Bearer k"}
         assert httpx.get(f"{url}/v1/models", timeout=LIMIT_S).status_code == 401
         with httpx.stream(
@@ -86,10 +90,10 @@ def test_a_signal_lets_answers_finish_and_ends_the_process() -> None:
         ) as answer:
             lines = answer.iter_lines()
             next(lines)
-            server.send_signal(signal.SIGTERM)
+            server.send_signal(number)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and len(rest) > 100
-        assert server.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert server.wait(LIMIT_S) == 128 + number
     told = "".join(said)
     assert "Codex CLI" in told and "Traceback" not in told
     assert "context 512: " in told and "for each token of a conversation" in told

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -108,6 +111,21 @@ class _Server(uvicorn.Server):
         """Give running answers `SHUTDOWN_S` to finish."""
         self._service.drain(SHUTDOWN_S - LAST_WORDS_S)
         await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Treat a closed terminal's signal as SIGTERM, unless it is ignored (nohup)."""
+        with super().capture_signals():
+            before = signal.getsignal(signal.SIGHUP)
+            is_heard = threading.current_thread() is threading.main_thread()
+            if not is_heard or before == signal.SIG_IGN:
+                yield
+                return
+            signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.drain()
