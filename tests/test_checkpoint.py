@@ -188,6 +188,7 @@ def test_shards_that_are_links_into_a_cache(tmp_path: Path) -> None:
     [
         *("../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "", ".safetensors"),
         *("x.bin", "C:\\x.safetensors", "a\0.safetensors", 3, None, ["x.safetensors"]),
+        "x" * 250 + ".safetensors",
     ],
 )
 def test_an_index_must_name_plain_files(tmp_path: Path, name: object) -> None:

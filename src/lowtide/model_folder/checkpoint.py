@@ -50,6 +50,7 @@ DTYPE_BITS = {
 """Bits per element of every type in the format; not all of them are supported."""
 
 _SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
+_MAX_NAME_CHARS = 255  # of a file, on all of Linux's file systems
 _MAX_ELEMENTS = 2**63
 _MAX_DIMENSIONS = 32  # of an array of numpy 1
 
@@ -260,8 +261,10 @@ def _find_files(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
 
 def _is_plain_file_name(name: object) -> bool:
     # The file itself may be a link: the hub's cache is made of links to blobs.
-    is_name = isinstance(name, str) and name.endswith(".safetensors") and name.isprintable()
-    return is_name and not any(c in str(name) for c in "/\\:") and not str(name).startswith(".")
+    if not isinstance(name, str) or len(name) > _MAX_NAME_CHARS:
+        return False
+    is_name = name.endswith(".safetensors") and name.isprintable()
+    return is_name and not any(c in name for c in "/\\:") and not name.startswith(".")
 
 
 def _check_index(
