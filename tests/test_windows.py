@@ -442,13 +442,14 @@ def test_drawn_conversations_are_often_taken_up() -> None:
 # A whole model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """gpt-oss of four layers with a window of eight tokens in every other one, in bfloat16."""
-    path = tmp_path_factory.mktemp("gpt_oss")
-    changes = {"num_hidden_layers": 4, "layer_types": None, "sliding_window": 8}
-    changes["max_position_embeddings"] = 4096
-    return write_model("gpt_oss", 3, path, torch.bfloat16, **changes).folder
+@pytest.fixture(scope="module", params=["gpt_oss", "mixtral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers with a window of eight tokens, in gpt-oss every other one, in bfloat16."""
+    path, family = tmp_path_factory.mktemp(request.param), request.param
+    changes = {"num_hidden_layers": 4, "sliding_window": 8, "max_position_embeddings": 4096}
+    if family == "gpt_oss":
+        changes["layer_types"] = None
+    return write_model(family, 3, path, torch.bfloat16, **changes).folder
 
 
 def opened_model(folder: Path, keeps_all: bool, **options: Any) -> LLM:

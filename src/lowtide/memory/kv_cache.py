@@ -446,7 +446,8 @@ class KVCache(TokenSpans[KVRange]):
             more_bytes += HALVES * self.snapshot_bytes
         for store, window, num_here in needs:
             more_bytes += (num_here - window.num_usable) * store.token_bytes
-        if not more_bytes:
+        # Where all layers have windows, tokens of the range itself take no bytes.
+        if not more_bytes and num_usable <= kv_range.num_usable:
             return
         self.apply_rule(more_bytes)
         if kv_range.states is not None:
