@@ -63,11 +63,13 @@ class CudaTensor(Tensor):
 class LateEvent:
     """The point in a stream's order that was its end when this was recorded."""
 
-    def __init__(self, stream: LateStream) -> None:
+    def __init__(self, stream: LateStream, is_captured: bool = False) -> None:
         self.stream = stream
         self.position = stream.num_queued
+        self.is_captured = is_captured
 
     def query(self) -> bool:
+        assert not self.is_captured, "an event of a capture says nothing outside of it"
         for _ in range(self.stream.random.choice((0, 1, 5, 50))):
             self.stream.step_towards(self.position)
         return self.stream.num_done >= self.position
@@ -76,8 +78,9 @@ class LateEvent:
 class LateStream:
     """Work in order, begun when it must be."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self.random = chance
+    def __init__(self, gpu: LateGpu) -> None:
+        self.gpu = gpu
+        self.random = gpu.random
         self.queue: deque[Callable[[], object]] = deque()
         self.num_done = 0
 
@@ -97,10 +100,38 @@ class LateStream:
             self.step_towards(position)
 
     def wait_event(self, event: LateEvent) -> None:
+        assert not event.is_captured, "an event of a capture says nothing outside of it"
         self.queue.append(lambda: event.stream.run_to(event.position))
 
     def record_event(self) -> LateEvent:
-        return LateEvent(self)
+        return LateEvent(self, is_captured=self.gpu.capture is not None)
+
+
+class LateGraph:
+    """Work that is queued whenever it is replayed, with the tensors that it was captured with."""
+
+    def __init__(self, gpu: LateGpu) -> None:
+        self.gpu = gpu
+        self.work: list[Callable[[], object]] = []
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        gpu = self.gpu
+        assert gpu.capture is None and gpu.current is not gpu.streams[0], "the default stream"
+        assert pool is gpu.pool and capture_error_mode == "thread_local"
+        gpu.capture = self.work
+
+    def capture_end(self) -> None:
+        self.gpu.capture = None
+        self.gpu.num_graphs += 1
+
+    def replay(self) -> None:
+        assert self.gpu.capture is None, "a graph in a graph"
+
+        def run() -> None:
+            for work in self.work:
+                work()
+
+        self.gpu.put(run)
 
 
 class Cudart:
@@ -132,6 +163,9 @@ class LateGpu:
         """`haste`: the chance that some work is done when other work is queued."""
         self.random = random.Random(seed)
         self.haste = haste
+        self.capture: list[Callable[[], object]] | None = None  # the work so far
+        self.pool = object()
+        self.num_graphs = 0
         self.streams: list[LateStream] = []
         self.current = self.stream()
         self.cudart = Cudart()
@@ -140,20 +174,26 @@ class LateGpu:
         self.num_bytes_to_host = 0
 
     def stream(self, device: Any = None) -> LateStream:
-        self.streams.append(LateStream(self.random))
+        self.streams.append(LateStream(self))
         return self.streams[-1]
 
     def put(self, work: Callable[[], object]) -> None:
+        if self.capture is not None:
+            self.capture.append(work)
+            return
         self.current.queue.append(work)
         while self.random.random() < self.haste:
             stream = self.random.choice(self.streams)
             stream.step_towards(stream.num_queued)
 
     def wait(self) -> None:
+        if self.capture is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
         self.num_waits += 1
         self.current.run_to(self.current.num_queued)
 
     def synchronize(self, device: Any = None) -> None:
+        assert self.capture is None, "waiting in a capture"
         for stream in self.streams:
             stream.run_to(stream.num_queued)
 
@@ -174,6 +214,7 @@ class LateGpu:
         """`target.copy_(source)`, of which one is on the GPU."""
         host = [x for x in (target, source) if not isinstance(x, CudaTensor) and x.dim()]
         one, other = _elements(target), _elements(source)
+        assert not host or self.capture is None, "in a graph host memory is read when it is others'"
         if host and host[0] is target:
             self.num_bytes_to_host += source.nbytes
         if host and not non_blocking:
@@ -188,6 +229,7 @@ class LateGpu:
         return target
 
     def check_pinned(self, tensor: Tensor, doing: str) -> None:
+        assert self.capture is None, f"{doing} in a graph, when host memory is others'"
         assert self.cudart.holds(tensor), f"{doing} with host memory that is not pinned"
 
 
@@ -204,6 +246,7 @@ class _Functions(TorchFunctionMode):
         if kwargs.pop("pin_memory", False):
             return self.gpu.pin(func(*args, **kwargs))
         if func is torch.tensor and "cuda" in str(kwargs.get("device")):
+            assert self.gpu.capture is None, "a copy in a graph from memory that is not there later"
             return CudaTensor(func(*args, **{**kwargs, "device": "cpu"}))
         if name == "copy_" and any(isinstance(arg, CudaTensor) for arg in args[:2]):
             return self.gpu.copied(*args, **kwargs)
@@ -269,7 +312,12 @@ class Operators(TorchDispatchMode):
             return self.gpu.copied(*args, **kwargs)
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
-            return CudaTensor(func(*tree_map(_elements, args), **kwargs))
+            values = func(*tree_map(_elements, args), **kwargs)
+            if self.gpu.capture is not None and func is not aten.empty.memory_format:
+                made = values.clone()
+                self.gpu.put(lambda: made.copy_(values))
+                return CudaTensor(made)
+            return CudaTensor(values)
         if not any(is_cuda):
             return func(*args, **kwargs)
         on_host = [t for t, is_there in zip(tensors, is_cuda, strict=True) if not is_there]
@@ -441,12 +489,14 @@ def late_cuda(
         "empty_cache": lambda: None,
         "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: "late",
+        "graph_pool_handle": lambda: gpu.pool,
         "get_device_properties": lambda device=None: properties,
         "max_memory_allocated": lambda device=None: 0,
         "mem_get_info": lambda device=None: (total_bytes, total_bytes),
         "reset_peak_memory_stats": lambda device=None: None,
         "stream": gpu.use,
         "set_device": lambda device: None,
+        "CUDAGraph": lambda: LateGraph(gpu),
         "Stream": gpu.stream,
         "synchronize": gpu.synchronize,
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lowtide.lab.verify import verify  # noqa: E402
 from lowtide.llm import LLM, plan_model  # noqa: E402
 from lowtide.model_writing.pack import pack  # noqa: E402
 from lowtide.model_writing.synth import synth  # noqa: E402
+from lowtide.models import captured_passes  # noqa: E402
 from lowtide.params import DiffusionParams, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +61,39 @@ def test_the_gpu_says_what_the_cpu_says(
         assert 0 < sum(llm.plan.residents_per_layer) < llm.plan.num_experts
     torch.testing.assert_close(again, logits, atol=TOLERANCE, rtol=TOLERANCE)
     assert completion.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llada2", "qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next"])
+def test_passes_that_graphs_repeat_have_the_same_bits(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = synth(family, "tiny", tmp_path / "model", seed=5)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    if family == "llada2":
+        diffusion = DiffusionParams(block_length=8, steps=4)
+        params = SamplingParams(max_tokens=16, ignore_eos=True, diffusion=diffusion)
+    repeated = captured_passes.queue_again
+    num_repeated, found = 0, []
+
+    def counted(*given: Any) -> None:
+        nonlocal num_repeated
+        num_repeated += 1
+        repeated(*given)
+
+    monkeypatch.setattr(captured_passes, "queue_again", counted)
+    for most_rows in (0, 64):
+        monkeypatch.setattr(captured_passes, "MAX_ROWS", most_rows)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # CUDA captures all of it
+            with LLM(folder, device="cuda", dtype=dtype, context=256) as llm:
+                answers = llm.generate([PROMPT, PROMPT[:7]], params)
+                ids = [each.token_ids for each in answers]
+                found.append((ids, [llm.logits(PROMPT[:20]) for _ in range(3)]))
+        assert (num_repeated > 0) == (most_rows > 0)
+    assert found[0][0] == found[1][0]
+    for wanted, logits in zip(*(each[1] for each in found), strict=True):
+        assert torch.equal(logits, wanted)
 
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lowtide.kernels.reference import Kernels
 from lowtide.memory import pinned_copies
-from lowtide.memory.workspace import Buffers
+from lowtide.memory.cuda_graphs import Apart, Recorder
+from lowtide.memory.workspace import Buffers, State
 from lowtide.threads.executor import Executor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,26 @@ class Compute:
     kernels: Kernels
     workspace: Buffers
     device: torch.device = torch.device("cpu")
+    recorder: Recorder | None = None  # of a GPU whose passes can be captured
 
-    def to_device(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Copy rows in host memory, of one length and type, to the device without waiting."""
-        return pinned_copies.to_device(self.device, *rows)
+    def apart(self, part: Callable[[T], None], given: T) -> None:
+        """Run a part of a pass that depends on its sequences, which no CUDA graph may contain.
+
+        `part` may be run again, given the same of another pass; all else that it refers to must be
+        the same in all passes of so many rows.
+        """
+        if self.recorder is None or not self.recorder.is_capturing:
+            part(given)
+        else:
+            self.recorder.apart(partial(self._resume, part, self.workspace.state), given)
+
+    def _resume(self, part: Apart, state: State, given: object) -> None:
+        self.workspace.state = state
+        part(given)
+
+    def to_device(self, *rows: Tensor, there: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Copy rows in host memory, of one length and type, to the device without waiting.
+
+        there: [rows, length], where they go; by default new memory.
+        """
+        return pinned_copies.to_device(self.device, *rows, there=there)

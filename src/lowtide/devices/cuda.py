@@ -113,6 +113,11 @@ class CudaDevice:
                 kernels, self._streams, slots, layout, shape, self._host_parts
             )
 
+    @property
+    def needs_no_counts(self) -> bool:
+        """True if the host runs experts without knowing how many rows each has, as in graphs."""
+        return isinstance(self._computation, TritonExperts)
+
     def copy(self, source: Tensor, slot: int, after: Event | None) -> Event:
         stream = self._streams.copies
         try:

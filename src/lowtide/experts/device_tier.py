@@ -60,6 +60,8 @@ class DeviceTier:
         self._idle = IdleTime(link.ledger.num_layers)
         # By layer: all of its experts, if all were resident when they last ran.
         self._whole: list[WholeLayer | None] = [None] * link.ledger.num_layers
+        self._whole_version = 0  # counts changes of them
+        self._whole_slots = b""  # the ledger's table when all layers were there last
         # Hits in layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last of these layers, each [num_experts]
@@ -75,9 +77,24 @@ class DeviceTier:
                 return None
             group = ExpertGroup(layer, np.arange(len(slots)), slots.copy())
             self._whole[layer] = whole = WholeLayer(group, slots.tobytes())
+            self._whole_version += 1
         if capacity.has_changed and capacity.is_short(layer, self.ledger.num_resident):
             return None
         return whole.group
+
+    def whole_version(self, capacity: Capacity) -> int | None:
+        """Return a number that changes with any group of `whole`; None unless all layers have one.
+
+        None, too, while the link has something to do between layers.
+        """
+        slots = self.ledger.table.tobytes()
+        if slots != self._whole_slots:
+            if self.ledger.table.min() == NO_SLOT:
+                return None
+            for layer in range(self.ledger.num_layers):
+                self.whole(layer, capacity)
+            self._whole_slots = slots
+        return None if capacity.has_changed or self.link.is_in_use else self._whole_version
 
     def begin_whole(self, counts: Tensor) -> None:
         """Begin a layer whose experts are all resident, without any synchronisation.
@@ -87,12 +104,12 @@ class DeviceTier:
         self._idle.end()
         self._counts.append(counts)
         if len(self._counts) == MAX_COUNTS:
-            self._add_counts()
+            self.add_counts()
 
     @property
     def num_hits(self) -> int:
         """Number of activated experts in layers whose experts were all resident."""
-        self._add_counts()
+        self.add_counts()
         return int(self._num_hits)
 
     def look(self, call: LayerCall, policies: Policies) -> HostInputs:
@@ -164,6 +181,8 @@ class DeviceTier:
 
     def load(self, host: HostTier, initial: Sequence[IntArray], progress: Progress) -> None:
         """Make exactly `initial[layer]` resident, through host memory."""
+        self._whole = [None] * self.ledger.num_layers
+        self._whole_slots = b""
         absent = [self.link.keep(layer, experts) for layer, experts in enumerate(initial)]
         slot_bytes = host.slots.layout.num_bytes
         total_bytes, done_bytes = sum(map(len, absent)) * slot_bytes, 0
@@ -211,7 +230,12 @@ class DeviceTier:
         predicted = gate.predict(call.layer, call.x, call.workspace)
         return None if predicted is None else self.device.stage(predicted)
 
-    def _add_counts(self) -> None:
+    def drop_counts(self) -> None:
+        """Forget counts that were not added up."""
+        self._counts.clear()
+
+    def add_counts(self) -> None:
+        """Queue the adding up of counts so far."""
         counts, self._counts = self._counts, []
         if counts:
             self._num_hits += torch.stack(counts).count_nonzero()

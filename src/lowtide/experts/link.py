@@ -123,6 +123,10 @@ class Link:
         """Make copies into the slots of a layer that is wholly resident wait for `use`."""
         self._whole_use[layer] = use
 
+    def note_whole_pass(self, use: Event) -> None:
+        """Make copies into the slots of all layers, which are wholly resident, wait for `use`."""
+        self._whole_use = [use] * self.ledger.num_layers
+
     def begin_layer(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
         """Protect the layer's residents until `obey` has the last moves of its pass.
 

@@ -15,6 +15,7 @@ from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertObserver, Observer
 from lowtide.experts.stats import NO_ADVANCES, ExpertLook, ExpertStats, HostStats
 from lowtide.policies.receipt import Receipt
+from lowtide.threads.event import Event
 
 
 class NoExperts:
@@ -34,6 +35,22 @@ class NoExperts:
 
     def residents(self) -> None:
         """Return None: no compiled call finds experts here."""
+
+    def whole_version(self) -> int:
+        """Return the same number always: no expert ever moves."""
+        return 0
+
+    def add_counts(self) -> None:
+        """Do nothing."""
+
+    def count_whole_pass(self, num_rows: int) -> None:
+        """Do nothing."""
+
+    def note_whole_pass(self, use: Event) -> None:
+        """Do nothing."""
+
+    def end_capture(self, use: Event) -> None:
+        """Do nothing."""
 
     def begin_pass(self, step: Step) -> None:
         """Do nothing."""

@@ -37,6 +37,7 @@ from lowtide.policies.receipt import Receipt
 from lowtide.policies.slot_lending import ExpertUse
 from lowtide.policies.substitution import replaced
 from lowtide.progress import Progress, no_progress
+from lowtide.threads.event import Event
 
 SAMPLE_S = 0.1
 """Least time between two passes that are counted for watchers where that needs synchronisation."""
@@ -140,6 +141,41 @@ class ExpertRuntime:
     def parts(self, layer: int) -> ExpertParts | None:
         """Return a layer's experts, for kernels that run whole layers; None if they cannot."""
         return self.executor.parts(layer)
+
+    def whole_version(self) -> int | None:
+        """Return a number that changes with any expert's slot, for passes that can be captured.
+
+        They can if a device has every expert and nobody looks at single layers: None otherwise.
+        """
+        is_observed = self.observer is not None or self.use is not None or self._is_sampled
+        if self.device is None or is_observed or self.policies.receipts is not None:
+            return None
+        return self.device.whole_version(self.capacity)
+
+    def add_counts(self) -> None:
+        """Queue the adding up of counts of layers that are wholly on the device."""
+        if self.device is not None:
+            self.device.add_counts()
+
+    def count_whole_pass(self, num_rows: int) -> None:
+        """Count a pass of these rows that was queued by what was captured of one before."""
+        num_pairs = num_rows * self._shape.num_experts_per_token * self._shape.num_layers
+        self.stats.num_expert_rows += num_pairs
+        self.stats.num_device_rows += num_pairs
+
+    def note_whole_pass(self, use: Event) -> None:
+        """Make copies into any slot of the device wait for `use`, the end of a captured pass."""
+        if self.device is not None:
+            self.device.link.note_whole_pass(use)
+
+    def end_capture(self, use: Event) -> None:
+        """Forget what a capture left that means nothing outside of it: its events, and counts.
+
+        use: the end of what is queued.
+        """
+        if self.device is not None:
+            self.device.drop_counts()
+        self.note_whole_pass(use)
 
     def begin_pass(self, step: Step) -> None:
         """Begin a pass; on the host alone, policies rank the experts that may become resident."""

@@ -65,6 +65,18 @@ class CachedAttention(NamedTuple):
     compute: Compute
     scores: Scores = PLAIN
 
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        segments: Sequence[Segment],
+    ) -> None:
+        """Write all rows of a short pass, then attend with them."""
+        self.store(key, value, segments)
+        self.attend(query, segments, out)
+
     def store(
         self, key: Tensor, value: Tensor, segments: Sequence[Segment], first_row: int = 0
     ) -> None:

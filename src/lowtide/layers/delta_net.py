@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -134,13 +135,16 @@ class DeltaNet:
         )
         self._projections.forward(normed, rows, gates.view(num_rows, -1))
         workspace.give_back(normed)
-        for segment in batch.segments:
-            self._advance(segment, rows, attended)
+        self._compute.apart(partial(self._advance_all, rows, attended), batch.segments)
         workspace.give_back(*rows)
         kernels.gated_norm(attended, gates, self._norm, self._eps, workspace, num_cores)
         update = take("update", x.shape[1])
         self._output.forward(attended.view(num_rows, -1), update)
         x.add_(update)
+
+    def _advance_all(self, rows: DeltaRows, out: Tensor, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self._advance(segment, rows, out)
 
     def _advance(self, segment: Segment, rows: DeltaRows, out: Tensor) -> None:
         """Advance a sequence's state by its rows; out [rows, value_heads, value_width]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -78,8 +80,8 @@ class GatedAttention:
         for tile in tiles_of(x):
             self._project(x[tile], norm, rotations, tile, qkv[tile], gates[tile])
         query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        self._attention.store(key, value, batch.segments)
-        self._attention.attend(query, batch.segments, attended)
+        attend = partial(self._attention.run, query, key, value, attended)
+        self._compute.apart(attend, batch.segments)
         workspace.give_back(qkv)
         self._compute.kernels.sigmoid_weigh(attended, gates, self._compute.executor.num_cores)
         workspace.give_back(gates)

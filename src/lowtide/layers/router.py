@@ -29,6 +29,11 @@ class Router:
     compute: Compute
     weight: Tensor  # [num_experts, hidden]
 
+    @property
+    def looks_at_positions(self) -> bool:
+        """True if a token's experts depend on others at positions near it."""
+        return False
+
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         """Route x [rows, hidden] in the compute dtype, independent of placement."""
         if x.shape[0] <= TILE_ROWS:
@@ -77,7 +82,7 @@ class Router:
         self.compute.kernels.multiply(x, self.weight.t(), self._logit_bias, logits)
         return logits
 
-    @property
+    @cached_property
     def _logit_bias(self) -> Tensor | None:
         """Bias of the logits. [num_experts]."""
         return None
@@ -128,6 +133,10 @@ class SigmoidRouter(Router):
             scaling_factor=spec.scaling_factor,
             sum_epsilon=sum_epsilon,
         )
+
+    @property
+    def looks_at_positions(self) -> bool:
+        return self.capacity > 0
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         if self.capacity:  # windows are of block-causal passes, which are one tile
@@ -249,7 +258,7 @@ class TopSoftmaxRouter(Router):
     def parts(self) -> RouterParts:
         return RouterParts(self.weight, None, self._choice, self.bias)
 
-    @property
+    @cached_property
     def _logit_bias(self) -> Tensor | None:
         return self.bias
 

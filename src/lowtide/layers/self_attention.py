@@ -8,6 +8,7 @@ computed first, tile by tile, straight into the KV cache. Then chunks of query t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -121,8 +122,8 @@ class GroupedAttention:
         self._project(self._projection.whole, inputs, slice(0, len(x)), heads, qkv)
         query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         attended = workspace.take("attended", tuple(query.shape), x.dtype)
-        self._attention.store(key, value, inputs.segments)
-        self._attention.attend(query, inputs.segments, attended)
+        attend = partial(self._attention.run, query, key, value, attended)
+        self._compute.apart(attend, inputs.segments)
         workspace.give_back(qkv)
         self._add(attended, x, inputs.norm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class ShortConv:
         gated = workspace.take("convolution input", (rows, hidden), x.dtype)
         torch.mul(gate, inputs, out=gated)
         with workspace.scope():
-            self._convolve(gated, batch.segments)
+            self._compute.apart(partial(self._convolve, gated), batch.segments)
         gated.mul_(output_gate)
         update = workspace.take("update", (rows, hidden), x.dtype)
         self._outward.forward(gated, update)

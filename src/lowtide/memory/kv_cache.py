@@ -76,6 +76,13 @@ class KVRange(Span):
         return KVRange(self.start + index * capacity, capacity, num_usable=capacity)
 
 
+class LayerTokens(dict[int, tuple[Tensor, Tensor]]):
+    """All keys and values, [kv_heads, tokens, head_dim], of each layer that stores tokens."""
+
+    def __missing__(self, layer: int) -> tuple[Tensor, Tensor]:
+        raise InternalError(f"Layer {layer} stores no tokens.")
+
+
 class KVCache(TokenSpans[KVRange]):
     """Owns what sequences have in memory; does not know what a sequence is.
 
@@ -109,10 +116,13 @@ class KVCache(TokenSpans[KVRange]):
         self._windows = tuple(windows)
         for store in self._windows:
             store.join(self._gate, self._give_way)
-        # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
         places = places or [KVPlace(0, index) for index in range(len(tensors[0]))]
         all_tensors = [*tensors, *(each for store in self._windows for each in store.tensors)]
-        self._arrays = [place and keys_and_values(all_tensors, place) for place in places]
+        self._tokens = LayerTokens(
+            (layer, keys_and_values(all_tensors, place))
+            for layer, place in enumerate(places)
+            if place is not None
+        )
         self.dtype = all_tensors[0].dtype  # of keys and values: the compute dtype
         # By layer: which of the windows it is in; -1: none, as it keeps all tokens.
         self._window_of = [max(-1, place.group - len(tensors)) if place else -1 for place in places]
@@ -572,7 +582,7 @@ class KVCache(TokenSpans[KVRange]):
 
         They stay in place; None if nothing is kept between passes.
         """
-        return self._of(layer)
+        return self._tokens[layer]
 
     def group(self, layer: int) -> int:
         """Return the group of a layer that stores tokens, as in `origins`."""
@@ -617,7 +627,7 @@ class KVCache(TokenSpans[KVRange]):
             window = kv_range.windows[index]
             at = position - window.first
             start = self._windows[index].claim_rows(window, at, num_rows)
-        keys, values = self._of(layer)
+        keys, values = self._tokens[layer]
         keys.narrow(1, start, num_rows).copy_(key.transpose(0, 1))
         if values is not keys:
             values.narrow(1, start, num_rows).copy_(value.transpose(0, 1))
@@ -629,7 +639,7 @@ class KVCache(TokenSpans[KVRange]):
 
         Each is [kv_heads, tokens, head_dim].
         """
-        keys, values = self._of(layer)
+        keys, values = self._tokens[layer]
         start = kv_range.start + first
         if (index := self._window_of[layer]) >= 0:
             window = kv_range.windows[index]
@@ -640,13 +650,6 @@ class KVCache(TokenSpans[KVRange]):
                 )
         count = num_tokens - first
         return keys.narrow(1, start, count), values.narrow(1, start, count)
-
-    def _of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of a layer, each [kv_heads, tokens, head_dim]."""
-        arrays = self._arrays[layer]
-        if arrays is None:
-            raise InternalError(f"Layer {layer} stores no tokens.")
-        return arrays
 
     def _cut_tokens(self, kv_range: KVRange, num_tokens: int, capacity: int) -> None:
         """Keep a range's first `num_tokens` tokens, and room for `capacity`."""

@@ -12,16 +12,20 @@ from torch import Tensor
 from lowtide.memory.cuda_streams import CudaEvent
 
 
-def to_device(device: torch.device, *rows: Tensor) -> tuple[Tensor, ...]:
+def to_device(
+    device: torch.device, *rows: Tensor, there: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Copy rows of equal length and type from host memory to a GPU in one asynchronous copy.
 
-    Other devices get the rows themselves.
+    there: [rows, length], where they go; by default new memory. Other devices get the rows
+    themselves.
     """
     if device.type != "cuda":
         return rows
     pinned = torch.empty((len(rows), len(rows[0])), dtype=rows[0].dtype, pin_memory=True)
     torch.stack(rows, out=pinned)
-    there = torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
+    if there is None:
+        there = torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
     return there.copy_(pinned, non_blocking=True).unbind()
 
 

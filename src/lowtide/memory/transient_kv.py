@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.core import ALIGNMENT, align_up
 from lowtide.errors import InternalError
-from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.kv_cache import KVCache, KVRange, LayerTokens
 from lowtide.memory.kv_pages import KVShape
 from lowtide.memory.workspace import Buffers
 
@@ -28,7 +28,6 @@ class TransientKV(KVCache):
         storage = [torch.empty(group, dtype=dtype, device="meta") for group in shape.groups]
         super().__init__(storage, places=shape.places)
         self._places = shape.places
-        self._open: tuple[Tensor, Tensor]  # keys and values of the layer whose turn it is
 
     def arrays(self, layer: int) -> None:
         return None
@@ -53,7 +52,4 @@ class TransientKV(KVCache):
         shape = (num_arrays, num_heads, num_rows, row_width)
         held: Tensor = workspace.take("all keys and values", shape, self.dtype)
         arrays = held[..., :width].unbind()
-        self._open = arrays[0], arrays[-1]
-
-    def _of(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._open
+        self._tokens = LayerTokens({layer: (arrays[0], arrays[-1])})  # whose turn it is

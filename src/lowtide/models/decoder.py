@@ -44,6 +44,7 @@ from lowtide.layers.self_attention import GroupedAttention
 from lowtide.memory.chunking import Counts
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import TILE_ROWS
+from lowtide.models.captured_passes import CapturedPasses
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
 Weights = Mapping[str, Matrix]
@@ -145,6 +146,12 @@ class Decoder:
         self._short_pass: ShortPass | None = None  # the last
         self._whole_model = WholeModel.of([block.whole for block in self._blocks], experts)
         self.run_layers = range(config.num_layers)  # a measurement of speed runs the last few
+        self._captured: CapturedPasses | None = None
+        can_capture = config.decoding.keeps_keys and not any(
+            router.looks_at_positions for router in self.routers
+        )
+        if compute.recorder is not None and can_capture:
+            self._captured = CapturedPasses(compute, experts)
 
     @property
     def device(self) -> torch.device:
@@ -285,26 +292,31 @@ class Decoder:
         self.num_rows += num_rows
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
         self._hidden_end = workspace.state
-        token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
-        self.compute.kernels.select_rows(self._embedding, token_ids, x)
-        if self.config.multipliers.embedding != 1:
-            x.mul_(self.config.multipliers.embedding)
-        rotations = self._rotations(positions)
-        if x.is_meta and dtype is torch.bfloat16 and num_rows <= TILE_ROWS:
-            self._register_short_pass(x, batch)
-        short = self._begin_short_pass(x, batch, rotations)
         self._experts.begin_pass(batch.step)
-        if batch.chunk_ends:
-            self._run_chunks(x, replace(batch, positions=positions))
-        elif not self._runs_whole(short):
-            for layer in self.run_layers:
-                self._blocks[layer].forward(x, batch, rotations, short)
+        run = partial(self._run, x, batch)
+        if self._captured is None or batch.chunk_ends or not self._captured.run(batch, run):
+            run(*self.compute.to_device(batch.token_ids, batch.positions))
         self._experts.end_pass()
         workspace.state = self._hidden_end
         if batch.step.kind is StepKind.PREFILL:
             self.num_prompt_rows += num_rows
             self.prompt_s += perf_counter() - start_s
         return x
+
+    def _run(self, x: Tensor, batch: Batch, token_ids: Tensor, positions: Tensor) -> None:
+        """Run all layers: x [rows, hidden], of these tokens and positions [rows] on its device."""
+        self.compute.kernels.select_rows(self._embedding, token_ids, x)
+        if self.config.multipliers.embedding != 1:
+            x.mul_(self.config.multipliers.embedding)
+        rotations = self._rotations(positions)
+        if x.is_meta and x.dtype is torch.bfloat16 and len(x) <= TILE_ROWS:
+            self._register_short_pass(x, batch)
+        short = self._begin_short_pass(x, batch, rotations)
+        if batch.chunk_ends:
+            self._run_chunks(x, replace(batch, positions=positions))
+        elif not self._runs_whole(short):
+            for layer in self.run_layers:
+                self._blocks[layer].forward(x, batch, rotations, short)
 
     def run_experts(self, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
         """Compute a MoE layer's routed experts alone, for given rows.

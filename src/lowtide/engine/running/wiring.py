@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import MoEShape, align_up
+from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.kind import KINDS, OWN_DEVICES
 from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.opening.model import OpenModel
@@ -48,6 +49,8 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families import families
 from lowtide.formats.convert import pack
 from lowtide.kernels.choice import HOST, choose_pack
+from lowtide.kernels.reference import REFERENCE, Kernels
+from lowtide.memory.cuda_graphs import Recorder
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache, cache_over
 from lowtide.memory.kv_pages import KVLayout
@@ -115,7 +118,6 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
         kv_cache = _kv_cache(context, memory.dtype, device, shared)
         # Beside a device the host's threads are its experts'.
         threads = executor if plan.gpu is None else InlineExecutor()
-        compute = Compute(threads, opened.kernels(device), workspace, device)
         experts: ExpertRuntime | NoExperts = NoExperts()
         moving = home = None
         if memory.experts is not None:
@@ -133,6 +135,9 @@ def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) ->
             plan = with_sizes(plan, choice, experts)
             moving = None if shared is None else MovingMemory(shared, experts, plan)
         undo.callback(experts.close)
+        kernels_there = opened.kernels(device)
+        recorder = _recorder(device, kernels_there, experts)
+        compute = Compute(threads, kernels_there, workspace, device, recorder)
         model = model_class(config, weights, experts, kv_cache, compute)
         stored = None
         if files is not None:
@@ -213,6 +218,20 @@ def _adjust(model_class: type[Decoder], weights: Weights) -> None:
 def _dense_device(plan: MemoryPlan) -> torch.device:
     """Return the device of all weights but the experts."""
     return torch.device("cuda") if plan.device == "cuda" else HOST
+
+
+def _recorder(
+    device: torch.device, kernels: Kernels, experts: ExpertRuntime | NoExperts
+) -> Recorder | None:
+    """Return what captures passes of a GPU, if experts run without a look at their counts."""
+    if device.type != "cuda" or kernels is REFERENCE:
+        return None
+    tier = experts.device
+    if tier is not None and not (
+        isinstance(tier.device, CudaDevice) and tier.device.needs_no_counts
+    ):
+        return None
+    return Recorder(device)
 
 
 def _kv_cache(

@@ -178,8 +178,8 @@ class LatentAttention:
         in_tiles(self._query, x, *rotation, query)
         workspace.give_back(x)
         attended = workspace.take("attended", (num_rows, spec.num_heads, width), x.dtype)
-        self._attention.store(cached, cached, batch.segments)
-        self._attention.attend(query, batch.segments, attended)
+        attend = partial(self._attention.run, query, cached, cached, attended)
+        self._compute.apart(attend, batch.segments)
         workspace.give_back(query, cached)
         hidden.add_(self._output_of(attended, tuple(x.shape)))
 
