@@ -1163,6 +1163,7 @@ def test_what_is_simulated_can_come_from_the_environment_and_a_file(
         (["--residents", "nan"], "from 0 to 1"),
         (["--tau", "0"], "from 1 to"),
         (["--policy", ","], "names none"),
+        (["--policy", "lru,tide,lru"], "--policy names a policy twice"),
         (["--policy", "lru,auto"], "name those to compare"),
         (["--presets", "lru"], "--policy NAME,NAME"),
     ],

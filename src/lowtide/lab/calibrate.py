@@ -112,8 +112,8 @@ def split(
     if num_pieces < 2 or len(token_ids) < MIN_PIECE_TOKENS * num_pieces:
         raise UsageError(
             f"A text of {len(token_ids)} tokens cannot be divided into {num_pieces} pieces: "
-            f"calibrate takes at least 2, of {MIN_PIECE_TOKENS} tokens or more; change pieces, or "
-            "give a longer text."
+            f"calibrate takes at least 2, of {MIN_PIECE_TOKENS} tokens or more; change --pieces, "
+            "or give a longer text."
         )
     stride = len(token_ids) // num_pieces
     length = min(stride, _length(llm).prompt_tokens)

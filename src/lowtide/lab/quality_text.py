@@ -33,7 +33,7 @@ class Scope:
     def __post_init__(self) -> None:
         for name, given in (("tokens", self.num_tokens), ("window", self.window_tokens)):
             if given < 1:
-                raise UsageError(f"{name} must be at least 1, not {given}.")
+                raise UsageError(f"--{name} must be at least 1, not {given}.")
         ratios = self.mask_ratios
         if not ratios or len(set(ratios)) < len(ratios) or not all(0 < r <= 1 for r in ratios):
             raise UsageError(

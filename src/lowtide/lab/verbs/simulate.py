@@ -75,6 +75,8 @@ def simulate(
         raise UsageError("--policy names none; give at least one.")
     if AUTO in names:
         raise UsageError("auto stands for one of the policies; name those to compare.")
+    if len({*names}) < len(names):
+        raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
     given = cast(Mapping[str, str], settings["policy_option"] or {})
     options = {"tau": tau, **_parsed(names, given)}
     reports = _replay(recorded, known, profile, names, residents, options)
