@@ -255,6 +255,7 @@ def test_an_answer_that_is_read_slowly_goes_on() -> None:
         get_write_buffer_size=lambda: sizes[0],
         set_write_buffer_limits=lambda high: None,
         get_extra_info=lambda name: None,
+        is_closing=lambda: bool(aborted),
         abort=lambda: aborted.append(True),
     )
     slow.connection_made(transport)

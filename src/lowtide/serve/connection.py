@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lowtide.serve import open_files
@@ -46,6 +47,29 @@ _TCP_CLOSE = 7  # a state of Linux's tcp_info
 _log = logging.getLogger(__name__)
 
 
+class Flow(FlowControl):
+    """Flow control in which an answer also waits after a failed write, till its end is known.
+
+    A burst of parts would otherwise all be written to a client that has gone, and asyncio would
+    say so for each.
+    """
+
+    _is_paused = False
+
+    @property
+    def write_paused(self) -> bool:
+        return self._is_paused or self._transport.is_closing()
+
+    @write_paused.setter
+    def write_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+
+    async def drain(self) -> None:
+        if self._transport.is_closing():
+            await asyncio.sleep(0)  # `connection_lost` is called in between
+        await super().drain()
+
+
 class Connection(H11Protocol):
     """HTTP connection that aborts, with its request, if the client is too slow.
 
@@ -70,6 +94,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limits, and make room if there are too many connections."""
         super().connection_made(transport)
+        self.flow = Flow(transport)
         self._heard_s = self.loop.time()
         most = min(MAX_CONNECTIONS, open_files.max_connections())
         if len(self.connections) > most and not self._make_room():
