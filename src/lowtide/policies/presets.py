@@ -112,7 +112,7 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
     if name != AUTO and name not in CATALOGUE:
         raise UsageError(
             f"`policy` {name!r} is not known; choose one of {', '.join(preset_names())}. One of "
-            "your own needs the file that registers it: --policy-file."
+            "your own is registered first (register_policy, or --policy-file on the command line)."
             f"{meant(name, preset_names())}"
         )
     parse_options(name, options)
