@@ -15,7 +15,9 @@ from test_serve_grammar import mask_of
 from test_serve_parsing import read
 
 from lowtide.errors import UsageError
+from lowtide.parsing.schema_types import SchemaTypes
 from lowtide.parsing.tools import Tool
+from lowtide.serve.grammar_text import openings
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 named = pytest.mark.parametrize("form", HELD, ids=lambda form: form.name)
@@ -70,6 +72,40 @@ def test_many_arguments_keep_their_order(form: CallFormat) -> None:
     some = ("p03", "p68", "p01") if form in (LFM2, GEMMA) else ("p01", "p03", "p68")
     assert is_taken(form, tool, call(form, *((name, 1) for name in some)))
     assert not is_taken(form, tool, call(form, ("p03", 1), ("p01", 1)))
+
+
+def nested_lists(schema: dict[str, Any], depth: int = 7) -> dict[str, Any]:
+    return schema if not depth else {"type": "array", "items": nested_lists(schema, depth - 1)}
+
+
+FULL = {"enum": ["x" * 90_000]}
+WIDE = {f"q{i}": {"type": "boolean"} for i in range(900)}
+LARGE: dict[str, dict[str, Any]] = {
+    "many": {f"p{i:040}": {"type": ["string", "object"]} for i in range(5000)},
+    "many that share a wide one": {
+        f"p{i}": {"type": "object", "properties": WIDE, "required": list(WIDE)} for i in range(40)
+    },
+    "lists of lists": {f"p{i}": nested_lists(FULL) for i in range(3)},
+    "choices": {f"p{i}": FULL for i in range(40)},
+}
+
+
+@named
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_grammar_that_is_too_long_is_not_written(kind: str, form: CallFormat) -> None:
+    """From a schema of a few hundred kB one could be of gigabytes."""
+    with pytest.raises(UsageError, match="at most 262144 are accepted"):
+        openings(form.tokenizer, [tool_of(LARGE[kind])], is_single=False)
+
+
+def test_a_schema_is_copied_for_no_object_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(SchemaTypes, "whole")
+    defs = {"inner": {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}}
+    outer = {"type": "object", "properties": {"a": {"$ref": "#/$defs/inner"}}, "required": ["a"]}
+    schema = {"type": "object", "properties": {"p": {"$ref": "#/$defs/outer"}}, "required": ["p"]}
+    tool = Tool("f", "", {**schema, "$defs": {**defs, "outer": outer}}, strict=True)
+    assert is_taken(GEMMA, tool, GEMMA.text(("f", {"p": {"a": {"b": 1}}})))
+    assert not is_taken(GEMMA, tool, GEMMA.text(("f", {"p": {"a": {"b": "x"}}})))
 
 
 @named

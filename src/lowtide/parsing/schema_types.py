@@ -10,6 +10,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -68,7 +69,7 @@ class SchemaTypes:
     """Reader of one schema; caches the parts it has read."""
 
     def __init__(self, root: object) -> None:
-        self._root = root
+        self._root = self._start = root
         self._known: dict[int, tuple[object, ValueType]] = {}  # with the part: it keeps its id
         self._num_compared = 0  # choices
 
@@ -106,7 +107,7 @@ class SchemaTypes:
 
     def inner_names(self) -> set[str]:
         """Return the names that the schema lists for members of any object in it."""
-        names, left, num_seen = set[str](), [self._root], 0
+        names, left, num_seen = set[str](), [self._start], 0
         while left and num_seen < MAX_NODES:
             node, num_seen = left.pop(), num_seen + 1
             if isinstance(node, Mapping):
@@ -140,6 +141,12 @@ class SchemaTypes:
         parts = self._parts(("allOf", "anyOf", "oneOf"))
         return any(isinstance(node.get("properties"), Mapping) for node in parts)
 
+    def inside(self, schema: object) -> SchemaTypes:
+        """Return a reader of a part, whose references lead to the same places."""
+        reader = copy(self)
+        reader._start = schema
+        return reader
+
     def whole(self, schema: object) -> object:
         """Make a part a schema of its own whose references still resolve."""
         text, root = json.dumps(schema), self._root
@@ -164,9 +171,9 @@ class SchemaTypes:
         return [(name, node[name]) for node in parts for name in names if name in node]
 
     def _parts(self, joined_by: Sequence[str], schema: object = None) -> list[Mapping[str, Any]]:
-        """Collect a part (by default the root) with the parts that it refers to or joins."""
+        """Collect a part (by default the first) with the parts that it refers to or joins."""
         found: list[Mapping[str, Any]] = []
-        left, seen = deque([self._root if schema is None else schema]), set[int]()
+        left, seen = deque([self._start if schema is None else schema]), set[int]()
         while left and len(seen) < MAX_NODES:
             node = left.popleft()
             if not isinstance(node, Mapping) or id(node) in seen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lowtide.errors import UsageError
 from lowtide.parsing.call_form import CallForm, Notation, literal
@@ -63,15 +63,18 @@ def _xml_arguments(lark: LarkText, form: CallForm, tool: Tool) -> str:
         name = rf"/[^{form.xml.parameter_name_end[0]}\n]+/"
         any_text = _raw_text(lark, form, "TEXT")
         return f"({_before_value(form, name)} {any_text})*"
-    required, parts = types.required(), []
-    for name, schema in types.parameters().items():
-        head = _before_value(form, literal(name))
-        if tool.grammar and name == only_text(tool):
-            value = f"{lark.grammar(tool.grammar)} {_value_end(form)} {_after_value(form)}"
-        else:
-            value = _raw_value(lark, form, types, schema, tool.strict)
-        parts.append((f"{head} {value}", name in required))
-    return lark.in_any_order(parts)
+    required = types.required()
+
+    def parts() -> Iterator[tuple[str, bool]]:
+        for name, schema in types.parameters().items():
+            head = _before_value(form, literal(name))
+            if tool.grammar and name == only_text(tool):
+                value = f"{lark.grammar(tool.grammar)} {_value_end(form)} {_after_value(form)}"
+            else:
+                value = _raw_value(lark, form, types, schema, tool.strict)
+            yield f"{head} {value}", name in required
+
+    return lark.in_any_order(parts())
 
 
 def _before_value(form: CallForm, name: str) -> str:
@@ -144,13 +147,13 @@ def _python_arguments(lark: LarkText, tool: Tool) -> str:
         one = f'/[A-Za-z_][A-Za-z_0-9]*/ "=" {_python_value(lark, types, {}, False)}'
         return f"({one} ({separator} {one})*)?"
     required = types.required()
-    parts = [
+    parts = (
         (
             f"{literal(f'{name}=')} {_python_value(lark, types, schema, tool.strict)}",
             name in required,
         )
         for name, schema in types.parameters().items()
-    ]
+    )
     return lark.in_any_order(parts, separator)
 
 
@@ -191,10 +194,10 @@ class _Gemma:
             one = rf'/[^\s:,<>|"\[\]{{}}]+/ ":" {self.any_value()}'
             return f'({one} ("," {one})*)?'
         required = types.required()
-        parts = [
+        parts = (
             (f"{literal(f'{name}:')} {self._value(types, schema, depth)}", name in required)
             for name, schema in types.parameters().items()
-        ]
+        )
         return self._lark.in_any_order(parts, '","')
 
     def any_value(self) -> str:
@@ -231,14 +234,14 @@ class _Gemma:
             options.append(self._list(types, schema, depth))
         if "object" in kind.kinds:
             self._check(types, schema, "object")
-            inner = self.members(SchemaTypes(types.whole(schema)), depth + 1)
+            inner = self.members(types.inside(schema), depth + 1)
             options.append(f'"{{" {inner} "}}"')
         return f"({' | '.join(options)})"
 
     def _list(self, types: SchemaTypes, schema: object, depth: int) -> str:
         self._check(types, schema, "array")
         words = dict(types.keywords(schema, ("items", "minItems", "maxItems")))
-        one = self._value(types, words.get("items", {}), depth + 1)
+        one = self._lark.rule(self._value(types, words.get("items", {}), depth + 1))
         least, most = words.get("minItems", 0), words.get("maxItems")
         if not self._is_strict or not isinstance(least, int):
             least, most = 0, None

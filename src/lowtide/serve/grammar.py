@@ -93,6 +93,7 @@ class Grammars:
         tokenizer = self._tokenizer
         if not self._config.decoding.writes_in_order or tokenizer is None:
             return request
+        check_length(sum(len(tool.grammar) for tool in chosen))  # before they are rewritten
         must_call = tool_choice not in ("auto", "none")
         wanted = AnswerForm(constraint, chosen, must_call, not parallel_calls)
         request, reason = self._guided(request, tokenizer, wanted, is_gone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lowtide.errors import UsageError
@@ -48,12 +48,17 @@ class LarkText:
         check_length(self._num_chars)
         self._rules[int(name.removeprefix("rule_"))] = f"{name}{option}: {body}"
 
-    def in_any_order(self, parts: Sequence[tuple[str, bool]], separator: str = "") -> str:
+    def in_any_order(self, told: Iterable[tuple[str, bool]], separator: str = "") -> str:
         """Return an expression of parts in any order, each once at most, with a separator between.
 
         Those that are paired with True must all occur. More than `MAX_IN_ANY_ORDER` have to keep
         their order.
         """
+        parts, num_chars = list[tuple[str, bool]](), 0
+        for part, is_required in told:  # each may be long, as they may share what they refer to
+            num_chars += len(part)
+            check_length(num_chars)
+            parts.append((part, is_required))
         if not parts:
             return '""'
         if len(parts) > MAX_IN_ANY_ORDER:
@@ -85,10 +90,12 @@ class LarkText:
         more = " ".join(f"({separator} {part})?" for part in others)
         if needed:
             return f"{f' {separator} '.join(needed)} {more}"
-        begins = [
-            f"{part} {' '.join(f'({separator} {after})?' for after in others[place + 1 :])}"
-            for place, part in enumerate(others)
-        ]
+        begins, num_chars = [], 0
+        for place, part in enumerate(others):
+            rest = " ".join(f"({separator} {after})?" for after in others[place + 1 :])
+            begins.append(f"{part} {rest}")
+            num_chars += len(begins[-1])
+            check_length(num_chars)
         return f"({' | '.join(begins)})?"
 
     def text_without(self, mark: str) -> str:
