@@ -259,6 +259,7 @@ def test_commands() -> None:
             "/set top_k none",
             "an integer (4k is 4096), not 'none'; /set top_k default takes",
         ),
+        ("/set foo 3", "stop, ignore_eos, block_length,"),
         ("/set logprobs 3", "'logprobs' is not a parameter"),
         ("/nothing at all", "Unknown command /nothing"),
         ("/retry", "no message yet"),

@@ -209,18 +209,21 @@ class Dialogue(abc.ABC):
             self._set_system(value)
             return
         if not name:
-            names = [each for each in SETTABLE if each in self._names()]
-            self._say("\n".join([SETTINGS_HEAD, *map(self._setting, names)]))
+            self._say("\n".join([SETTINGS_HEAD, *map(self._setting, self._known())]))
             return
         name, value = name.replace("-", "_"), value.strip()
         if name not in SETTABLE:
             raise UsageError(
-                f"{name!r} is not a parameter. {hint(name, list(self._names()), ELSEWHERE)} "
+                f"{name!r} is not a parameter. {hint(name, self._known(), ELSEWHERE)} "
                 "Options such as context can only be set when chat starts."
             )
         if value:
             self._change(name, value)
         self._say(f"{name}: {_shown(_value_of(self._in_force(self._params), name))}")
+
+    def _known(self) -> list[str]:
+        """List the parameters that can be set here."""
+        return [name for name in SETTABLE if name in self._names()]
 
     def _change(self, name: str, value: str) -> None:
         """Set a parameter or restore its default.
