@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import typer
 
 from lowtide.cli.command import unhide
-from lowtide.cli.options import OPTIONS
+from lowtide.cli.options import FLAGS, OPTIONS
 from lowtide.cli.verbs import OWN_VERBS
-from lowtide.option import Group, Kind, Option
+from lowtide.option import Group, Kind, Option, in_words
 from lowtide.version import __version__
 
 _SHARE = Path(__file__).parents[1] / "share"
@@ -172,7 +172,13 @@ def _option_lines(option: Option, verbs: list[VerbPage]) -> list[str]:
     more = "" if option.default in (None, False) else f" Default: {option.shown_default}."
     again = " May be repeated." if option.is_repeatable else ""
     of = ", ".join(verb.name for verb in verbs)
-    return [".TP", shown, _escaped(option.help + more + again), ".br", f"Of {_escaped(of)}."]
+    return [
+        ".TP",
+        shown,
+        _escaped(in_words(option.help, FLAGS) + more + again),
+        ".br",
+        f"Of {_escaped(of)}.",
+    ]
 
 
 def _escaped(text: str) -> str:

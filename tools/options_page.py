@@ -16,10 +16,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lowtide.cli.options import OPTIONS
+from lowtide.cli.options import FLAGS, OPTIONS
 from lowtide.cli.verbs import OWN_VERBS
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.option import Group, Kind, Option, options_of
+from lowtide.option import Group, Kind, Option, in_words, options_of
 from lowtide.params import DiffusionParams, SamplingParams
 
 _ROOT = Path(__file__).parents[1]
@@ -35,7 +35,8 @@ Written by `tools/options_page.py` from the declarations in `src/lowtide/`: \
 An option is a flag, an environment variable and a key of a TOML file that `--config` names: \
 `--host-memory 12GiB`, `LOWTIDE_HOST_MEMORY=12GiB` and `host_memory = "12GiB"` say the same. \
 A flag wins over the environment, that over the file, that over the default. A flag that may be \
-repeated is an array or a table in a file, and JSON in a variable. `--help` shows the options in \
+repeated is an array or a table in a file, and JSON in a variable. A whole number may end in k: \
+`8k` is 8192. `--help` shows the options in \
 bold, `--help-all` all of them.
 """
 
@@ -81,7 +82,7 @@ def _row(option: Option) -> str:
     flag = f"**{flag}**" if option.is_common else flag
     value = option.kind.value + (", repeatable" if option.is_repeatable else "")
     default = "" if option.default is None else f"`{option.shown_default}`"
-    told = _linked(option.help)
+    told = _linked(in_words(option.help, FLAGS))
     return f"| {flag} | `{option.name}` | {value} | {default} | {told} | {_verbs(option)} |"
 
 
@@ -159,9 +160,7 @@ def _python_row(
 
 
 def _in_python(help: str) -> str:
-    """A help text with flags of a model's options as Python's keywords."""
-    for option in options_of(EngineConfig):
-        help = re.sub(rf"{option.flag}\b(?!-)", f"`{option.keyword}`", help)
+    """A help text without what only the command line has."""
     return help.replace(" (--json)", "")
 
 

@@ -9,8 +9,8 @@ the command line, the environment and TOML files; `tools/options_page.py` writes
 the tables of docs/python.md and the keywords of `LLM` from them; `check_options` checks an
 instance.
 
-Messages name options as Python does, between backticks: `context`, or `device="cpu"` for an advised
-value. `in_words` writes them as the command line's user calls them.
+Messages and help texts name options as Python does, between backticks: `context`, or `device="cpu"`
+for an advised value. `in_words` writes them as the command line's user calls them.
 
 Imports no torch, so that a wrong value is refused at once.
 """

@@ -27,7 +27,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from generate' -l policy -d 'Poli
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from generate' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from generate' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from generate' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -87,7 +87,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from chat' -l policy -d 'Policy t
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from chat' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from chat' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from chat' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -137,7 +137,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from plan' -l policy -d 'Policy t
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from plan' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from plan' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from plan' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -167,7 +167,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l policy -d 'Policy
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from doctor' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -208,7 +208,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from serve' -l policy -d 'Policy 
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from serve' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from serve' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from serve' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -245,7 +245,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from batch' -l policy -d 'Policy 
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from batch' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from batch' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from batch' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -276,7 +276,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from bench' -l policy -d 'Policie
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from bench' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from bench' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from bench' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -327,7 +327,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from verify' -l policy -d 'Policy
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from verify' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from verify' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from verify' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -366,7 +366,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l policy -d 'Pol
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from calibrate' -l expert-dtype -d 'Like --format, for experts only.' -r
@@ -407,7 +407,7 @@ complete -c lowtide -n '__fish_seen_subcommand_from quality' -l policy -d 'Polic
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l policy-option -d 'Option of the policy, such as tau=4. Repeatable.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l device -d 'Device to compute on: auto, cpu, cuda, or emulated (for tests). Default: auto.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l device-option -d 'Option of the emulated device, such as link_GBps=2. Repeatable.' -r
-complete -c lowtide -n '__fish_seen_subcommand_from quality' -l context -d 'Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
+complete -c lowtide -n '__fish_seen_subcommand_from quality' -l context -d 'Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit, running requests share it. Default: the model\'s, at most 4,096 (serve: more if memory allows).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l dtype -d 'Data type to compute in, such as float32; default: the checkpoint\'s.' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l format -d 'Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less memory, may change answers), or auto (the fastest by lowtide plan).' -r
 complete -c lowtide -n '__fish_seen_subcommand_from quality' -l expert-dtype -d 'Like --format, for experts only.' -r

@@ -36,8 +36,8 @@ class ModelKeywords(TypedDict, total=False):
     """Option of the emulated device, such as link_GBps=2."""
 
     context: int | None
-    """Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all experts
-    fit, running requests share it. Default: the model's, at most 4,096 (serve: more if memory
+    """Most tokens of prompt and answer together, such as 8192. On a GPU, or if all experts fit,
+    running requests share it. Default: the model's, at most 4,096 (serve: more if memory
     allows)."""
 
     dtype: str | None

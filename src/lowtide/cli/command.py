@@ -21,7 +21,7 @@ import typer
 
 from lowtide.cli import EXIT_INTERRUPTED, EXIT_USAGE
 from lowtide.cli.importing import failure_text, is_own_fault
-from lowtide.cli.options import OPTIONS, Settings, resolve
+from lowtide.cli.options import FLAGS, OPTIONS, Settings, resolve
 from lowtide.cli.policy_file import load_policy_file
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import ConfigError, LowtideError, StorageError, UsageError
@@ -249,7 +249,7 @@ def _help(option: Option) -> str:
     repeatable = " Repeatable." if option.is_repeatable else ""
     has_default = option.default not in (None, False)
     default = f" Default: {option.shown_default}." if has_default else ""
-    return f"{option.help}{repeatable}{default}"
+    return f"{in_words(option.help, FLAGS)}{repeatable}{default}"
 
 
 def _start_log(settings: Settings, words: Mapping[str, str]) -> None:

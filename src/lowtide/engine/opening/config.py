@@ -61,7 +61,7 @@ class EngineConfig:
         "Option of the emulated device, such as link_GBps=2.", dict, name="device_option"
     )
     context: int | None = _engine(
-        "Most tokens of prompt and answer together, such as 8192 or 8k. On a GPU, or if all "
+        "Most tokens of prompt and answer together, such as 8192. On a GPU, or if all "
         "experts fit, running requests share it. Default: the model's, at most 4,096 (serve: more "
         "if memory allows).",
         low=1,
@@ -76,8 +76,8 @@ class EngineConfig:
         "memory, may change answers), or auto (the fastest by lowtide plan).",
         is_common=True,
     )
-    expert_dtype: str | None = _engine("Like --format, for experts only.")
-    dense_dtype: str | None = _engine("Like --format, for everything but experts.")
+    expert_dtype: str | None = _engine("Like `format`, for experts only.")
+    dense_dtype: str | None = _engine("Like `format`, for everything but experts.")
     activations: str = _engine(
         "Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change "
         "answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it.",
@@ -105,7 +105,7 @@ class EngineConfig:
         "GPU)."
     )
     cache_disk: str | int = _engine(
-        "Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first.", "8GiB"
+        "Most to keep in `cache_dir`: 8GiB, 10% of the disk; the longest unused goes first.", "8GiB"
     )
     cores: int | str | Sequence[int] | None = _engine(
         "Cores to compute on: a number (chosen among those that no other lowtide holds) or a list "
