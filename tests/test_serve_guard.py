@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from serving import LIMIT_S
+from starlette.types import Receive, Scope, Send
 
 from lowtide.errors import UsageError
 from lowtide.serve import guard
@@ -163,6 +164,35 @@ def test_bodies_have_a_bound_whether_their_length_is_said_or_not(
     assert ask(settings, method="POST", content=parts()).status_code == 413
     answer = ask(settings, method="POST", content=b"", headers={"content-length": "-1"})
     assert answer.status_code == 413
+
+
+def test_the_bodies_of_all_requests_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one is let in beside any others, and what has ended counts no more."""
+    monkeypatch.setattr(guard, "UNCOUNTED_BYTES", 100)
+    monkeypatch.setattr(guard, "MAX_BODIES_BYTES", 1000)
+
+    async def statuses() -> list[int]:
+        begun, may_end = list[int](), asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            begun.append(len(await Request(scope, receive).body()))
+            await may_end.wait()
+            await Response()(scope, receive, send)
+
+        transport = httpx.ASGITransport(Guard(app, ServeSettings()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            first = [asyncio.create_task(client.post("/", content=b"x" * 600)) for _ in range(2)]
+            while len(begun) < 2:
+                await asyncio.sleep(0)
+            refused = await client.post("/", content=b"x" * 101)
+            small = asyncio.create_task(client.post("/", content=b"x" * 100))
+            may_end.set()
+            answers = [*await asyncio.gather(*first), refused, await small]
+            assert refused.headers["retry-after"] == "10"
+            again = await client.post("/", content=b"x" * 1100)
+            return [answer.status_code for answer in (*answers, again)]
+
+    assert asyncio.run(statuses()) == [200, 200, 429, 200, 200]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "box.lan"])

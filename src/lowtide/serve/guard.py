@@ -12,16 +12,23 @@ import ipaddress
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lowtide.serve.errors import Refusal, UnclearLength, response_of
+from lowtide.serve.errors import QueueFull, Refusal, UnclearLength, response_of
 from lowtide.serve.settings import ServeSettings, is_loopback
 
 MAX_BODY_BYTES = 8 << 20
+MAX_BODIES_BYTES = 32 << 20
+"""Bytes of all bodies of requests under way; parsed and rendered they take ten times as many."""
+
+UNCOUNTED_BYTES = 256 << 10
+"""Bytes of each body that do not count there, so that no client can shut ordinary requests out."""
+
 BODY_TIMEOUT_S = 60.0
 """Time limit for a whole body."""
 
@@ -46,18 +53,23 @@ class Guard:
         self._app = app
         self._open_paths = frozenset((*OPEN_PATHS, *open_paths))
         self._settings = settings
+        self._bodies = _Bodies()
         self._key = None if settings.api_key is None else settings.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive)
+        body = _Body(receive, self._bodies)
         try:
-            self._check(scope, Headers(scope=scope))
+            headers = Headers(scope=scope)
+            self._check(scope, headers)
+            body.expect(int(headers.get("content-length", "0")))
             await self._app(scope, body, send)
         except (Refusal, HTTPException) as error:
             await response_of(error, scope["path"])(scope, receive, send)
+        finally:
+            body.forget()
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise Refusal for a request that is not admitted."""
@@ -138,11 +150,19 @@ def _check_head(scope: Scope, headers: Headers) -> None:
         raise UnclearLength
 
 
+@dataclass(slots=True)
+class _Bodies:
+    """Sum over the bodies of all requests under way."""
+
+    num_bytes: int = 0
+
+
 class _Body:
     """Receives a request's body within a size and a time limit."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+    def __init__(self, receive: Receive, bodies: _Bodies) -> None:
+        self._receive, self._bodies = receive, bodies
+        self._num_counted = 0
         self._end_s = time.monotonic() + BODY_TIMEOUT_S
         self._num_bytes = 0
         self._is_whole = False
@@ -160,7 +180,30 @@ class _Body:
         self._is_whole = not message.get("more_body", False)
         if self._num_bytes > MAX_BODY_BYTES:
             raise _too_large()
+        self.expect(self._num_bytes)
         return message
+
+    def expect(self, num_bytes: int) -> None:
+        """Add a body of this length to those of all requests. Raise QueueFull for too many bytes.
+
+        The length that a request states counts at once: so of many that come together, some are
+        let in, and not all refused halfway.
+        """
+        num_more = max(0, num_bytes - UNCOUNTED_BYTES - self._num_counted)
+        num_there = self._bodies.num_bytes
+        if num_more and num_there + num_more > MAX_BODIES_BYTES:
+            raise QueueFull(
+                f"The server is busy: large requests of {num_there} bytes are under way, and with "
+                f"this one they are above {MAX_BODIES_BYTES}. Ask again in 10 s.",
+                10,
+            )
+        self._num_counted += num_more
+        self._bodies.num_bytes += num_more
+
+    def forget(self) -> None:
+        """Count the body no more: its request has ended."""
+        self._bodies.num_bytes -= self._num_counted
+        self._num_counted = 0
 
 
 def host_name(header: str) -> str | None:
