@@ -18,7 +18,6 @@ _MAX_READ = 1000
 _MAX_REGEX_CHARS = 60
 
 _EXCERPT = re.compile(r"\n *\d+ \| .*", re.DOTALL)
-_BACKTRACE = re.compile(r"\s*<backtrace>.*", re.DOTALL)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _REGEX_BEGIN, _REGEX_END = 'invalid regex "', '" (in regex): '
 _DRAWN_BEGIN, _DRAWN_END = "regex parse error:", "error: "
@@ -46,7 +45,7 @@ _WORDS = (
 
 def reason_of(error: str) -> str:
     """Return llguidance's reason without its dumps: part of a sentence, on one line."""
-    text = _BACKTRACE.sub("", _EXCERPT.sub("", error))
+    text = _EXCERPT.sub("", error).partition("<backtrace>")[0]
     place = _PLACE.match(text)
     text = _PLACE.sub("", text)
     is_of_schema = text.startswith(_SCHEMA)
