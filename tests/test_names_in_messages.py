@@ -6,7 +6,10 @@ import ast
 import re
 from pathlib import Path
 
+import httpx
 import pytest
+from apis import APIS
+from scripted_serving import ScriptedService, listening
 from typer.testing import CliRunner
 
 from lowtide import LLM
@@ -17,6 +20,7 @@ from lowtide.errors import PlanError, UsageError
 from lowtide.llm import plan_model
 from lowtide.option import in_words, options_of
 from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.serve.errors import TooLong
 
 PACKAGE = Path(__file__).parents[1] / "src" / "lowtide"
 MODEL = "demo:autoregressive"
@@ -105,6 +109,32 @@ def test_python_names_keywords() -> None:
         plan_model(MODEL, host_memory="1KiB")
     with LLM(MODEL, context=64) as llm, pytest.raises(PlanError, match="Lower `max_tokens`"):
         llm.generate("47 + 85", max_tokens=9999)
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "length", "form"),
+    [
+        ("/v1/chat/completions", "messages", "max_tokens", "response_format"),
+        ("/v1/completions", "prompt", "max_tokens", "response_format"),
+        ("/v1/responses", "input", "max_output_tokens", "text.format"),
+        ("/v1/messages", "messages", "max_tokens", "output_config.format"),
+        ("/api/chat", "messages", "options.num_predict", "format"),
+        ("/api/generate", "prompt", "options.num_predict", "format"),
+    ],
+)
+def test_the_server_names_fields_of_the_path(
+    path: str, prompt: str, length: str, form: str
+) -> None:
+    body = {**APIS[path].ask("import", 4), "model": ScriptedService.model_name}
+    refused = UsageError("Lower `max_tokens`, or leave `response_format` out.")
+    with listening(ScriptedService([refused])) as url:
+        error = httpx.post(url + path, json=body).json()["error"]
+    message = error["message"] if isinstance(error, dict) else error
+    assert message == f"Lower `{length}`, or leave `{form}` out."
+    with listening(ScriptedService([TooLong(50_000, 1, 32_768)])) as url:
+        error = httpx.post(url + path, json=body).json()["error"]
+    if isinstance(error, dict) and "param" in error:
+        assert error["param"] == prompt
 
 
 def test_no_message_below_the_command_line_has_flags_of_its_own() -> None:

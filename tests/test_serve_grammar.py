@@ -641,7 +641,7 @@ def test_diffusion_models_refuse_by_name() -> None:
     grammars = grammars_of(decoding=Blocks())
     request = request_of(QWEN.tokenizer)
     for asked, name in (
-        ({"constraint": Constraint.json_object()}, "response_format: Tiny"),
+        ({"constraint": Constraint.json_object()}, "`response_format`: Tiny"),
         ({"constraint": None, "tools": (replace(STOP, strict=True),)}, "strict: Tiny"),
         ({"constraint": None, "tools": TOOLS, "tool_choice": "required"}, "tool_choice 'required'"),
     ):

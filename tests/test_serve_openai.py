@@ -313,6 +313,9 @@ def test_other_paths_have_errors_in_openai_s_form(running: Running) -> None:
         ):
             answer = client.request(method, path)
             assert answer.status_code == status and answer.json()["error"]["message"], path
+            if status == 405:
+                assert answer.headers["allow"] == "POST"
+                assert answer.json()["error"]["message"].endswith("send POST.")
         assert client.get("/v1/models/" + running.service.model_name).json()["object"] == "model"
 
 

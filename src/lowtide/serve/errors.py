@@ -14,10 +14,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from lowtide.errors import LowtideError, PageError, PlanError, UnsupportedError, UsageError
+from lowtide.option import in_words
 from lowtide.serve import no_such_path
 from lowtide.serve.request_log import LIMIT, note_refusal
 
@@ -34,6 +36,24 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "/v1/completions": {"messages": "prompt"},
+    "/v1/responses": {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    },
+    "/v1/messages": {"response_format": "output_config.format"},
+    "/api/chat": {"max_tokens": "options.num_predict", "response_format": "format"},
+    "/api/generate": {
+        "messages": "prompt",
+        "max_tokens": "options.num_predict",
+        "response_format": "format",
+    },
+}
+"""Fields of `/v1/chat/completions` that another path calls differently."""
 
 
 @dataclass(eq=False)
@@ -153,23 +173,30 @@ def refusal_of(error: BaseException) -> Refusal:
 
 
 def body_of(refusal: Refusal, path: str) -> dict[str, Any]:
-    """Return the error's JSON in the form of the API that `path` belongs to."""
+    """Return the error's JSON in the form, and with the fields, of `path`'s API."""
+    fields = _FIELDS.get(path, {})
+    message = in_words(refusal.message, {name: f"`{field}`" for name, field in fields.items()})
     if path.startswith("/api/") and path != "/api/hello":
-        return {"error": refusal.message}
+        return {"error": message}
     if path.startswith(("/v1/messages", "/api/hello")):
-        message = refusal.message
         if isinstance(refusal, TooLong) and refusal.num_prompt >= refusal.context:
             message = refusal.anthropic_message
         kind = _ANTHROPIC_TYPES.get(refusal.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
-    named = {"message": refusal.message, "type": refusal.kind}
-    return {"error": {**named, "param": refusal.param, "code": refusal.code}}
+    param = _param_at(refusal, path)
+    named = {"message": message, "type": refusal.kind}
+    return {"error": {**named, "param": param, "code": refusal.code}}
+
+
+def _param_at(refusal: Refusal, path: str) -> str | None:
+    """Return what `path` calls the field at fault."""
+    return refusal.param and _FIELDS.get(path, {}).get(refusal.param, refusal.param)
 
 
 def response_of(error: BaseException, path: str) -> Response:
     """Return the error answer of a request of which nothing has been sent yet."""
     refusal = refusal_of(error)
-    note_refusal(refusal.code or refusal.kind, refusal.param)
+    note_refusal(refusal.code or refusal.kind, _param_at(refusal, path))
     # ASCII: a name that a request sent and is told of may be no valid Unicode.
     body = json.dumps(body_of(refusal, path))
     return Response(body, refusal.status, refusal.headers, media_type="application/json")
@@ -185,12 +212,17 @@ def add_handlers(app: FastAPI) -> None:
 
 def _handle(request: Request, error: Exception) -> Response:
     path, address = request.url.path, str(request.base_url).rstrip("/")
+    allowed = None
     if isinstance(error, HTTPException) and error.status_code == 404:
         error = Refusal(no_such_path.unknown_path_message(path, address), 404, code="not_found")
     elif isinstance(error, HTTPException) and error.status_code == 405:
-        allowed = (error.headers or {}).get("allow", "another method")
-        error = Refusal(f"{request.method:.80} is not answered here; send {allowed}.", 405)
-    return response_of(error, path)
+        allowed = Headers(error.headers).get("allow")
+        way_out = f"send {allowed or 'another method'}"
+        error = Refusal(f"{request.method:.80} is not answered here; {way_out}.", 405)
+    response = response_of(error, path)
+    if allowed is not None:
+        response.headers["allow"] = allowed
+    return response
 
 
 def _handle_invalid(request: Request, error: Exception) -> Response:

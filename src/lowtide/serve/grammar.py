@@ -260,7 +260,7 @@ class Grammars:
         self, constraint: Constraint | None, choice: str, chosen: Sequence[Tool], is_strict: bool
     ) -> None:
         """Raise UnsupportedError or UsageError for a form that cannot be enforced."""
-        asked = [] if constraint is None else ["response_format"]
+        asked = [] if constraint is None else ["`response_format`"]
         if choice not in ("auto", "none"):
             asked.append(f"tool_choice {choice!r:.80}")
             if not chosen:
@@ -281,7 +281,7 @@ class Grammars:
             if self._made_vocabulary is None:
                 facts = self._vocabulary_facts()
                 failure = "This model's tokenizer cannot be guided by a grammar"
-                with blamed(failure, "Leave response_format, strict and tool_choice out"):
+                with blamed(failure, "Leave `response_format`, strict and tool_choice out"):
                     self._made_vocabulary = LLTokenizer(
                         facts["tokenizer"], n_vocab=facts["vocab_size"], eos_token=facts["ends"]
                     )
