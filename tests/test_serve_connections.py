@@ -307,6 +307,32 @@ def test_memory_is_given_back_between_requests_whatever_fails(
     assert "Memory could not be given back: A read does not end." in caplog.text
 
 
+def test_the_heap_is_returned_once_after_requests(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, moments, num_rounds = Service(llm, ServeSettings()), list[int](), 0
+
+    async def next_round() -> None:
+        nonlocal num_rounds
+        num_rounds += 1
+
+    async def idle() -> None:
+        async with service.running():
+            for num_requests in (0, 1, 2):
+                for _ in range(num_requests):
+                    await service.count(Ask(prompt="Sort 93 21 57"))
+                seen = num_rounds
+                while num_rounds < seen + 3:
+                    await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(service_module, "IDLE_S", 0.01)
+    monkeypatch.setattr(service, "release_memory", next_round)
+    returned = lambda: moments.append(service.admission.num_entered)  # noqa: E731
+    monkeypatch.setattr(service_module, "return_heap", returned)
+    asyncio.run(asyncio.wait_for(idle(), LIMIT_S))
+    assert moments[0] == 1 and moments[-1] == 3 and len(moments) <= 3
+
+
 def test_the_end_of_a_hosts_context_lets_answers_end(llm: AsyncLLM) -> None:
     """Whatever hosts the app: no more requests are taken, and those there are come to their end."""
     service = Service(llm, ServeSettings())

@@ -22,7 +22,7 @@ class Admission:
         self._max_queued_tokens = max_queued_tokens
         self._mean_s = 0.0  # of answers so far, the last ones most
         self.num_running = self.num_waiting = self.num_waiting_tokens = 0
-        self.num_refused = 0
+        self.num_entered = self.num_refused = 0
         self.is_draining = False
 
     def enter(self) -> QueuePlace:
@@ -32,6 +32,7 @@ class Admission:
         num_there = self.num_running + self.num_waiting
         if num_there >= self._max_requests:
             self._refuse(f"{num_there} requests are running or waiting, the most there may be")
+        self.num_entered += 1
         return QueuePlace(self)
 
     def check_tokens(self, num_tokens: int) -> None:

@@ -26,6 +26,7 @@ from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
 from lowtide.errors import InternalError, UsageError
 from lowtide.files.json_file import as_text
+from lowtide.memory.heap import return_heap
 from lowtide.model_folder.tokenizer import TooManyTokens
 from lowtide.params import MAX_SEED, SamplingParams
 from lowtide.parsing import parser_of
@@ -191,13 +192,19 @@ class Service:
 
     async def _idle(self) -> None:
         """Return memory between requests, when no forward pass does it."""
+        num_before = 0
         while True:
             await asyncio.sleep(IDLE_S)
-            if self.is_idle:
-                try:
-                    await self.release_memory()
-                except Exception as error:  # a request that meets the same fault is told of it
-                    _log.error("Memory could not be given back: %s", error, exc_info=error)
+            if not self.is_idle:
+                continue
+            try:
+                await self.release_memory()
+            except Exception as error:  # a request that meets the same fault is told of it
+                _log.error("Memory could not be given back: %s", error, exc_info=error)
+            num_entered = self.admission.num_entered
+            if num_entered != num_before:  # large texts leave hundreds of MiB there
+                await asyncio.to_thread(return_heap)
+                num_before = num_entered
 
     @property
     def state(self) -> State:
