@@ -85,7 +85,7 @@ def test_a_variable_or_a_file_is_named_where_it_gave_the_value(tmp_path: Path) -
     file = tmp_path / "lowtide.toml"
     file.write_text('gpu_memory = "5G"\n')
     said = shown("plan", MODEL, "--config", str(file), env={"COLUMNS": "400"})
-    assert f"{file}: gpu_memory '5G': there is no GPU" in said
+    assert f"gpu_memory in {file} '5G': there is no GPU" in said
 
 
 def test_a_warning_and_a_plan_s_reason_name_flags() -> None:

@@ -259,4 +259,4 @@ def _read_file(path: Path) -> dict[str, tuple[object, str]]:
     for key in keys:
         if key not in known:
             raise UsageError(f"{path}: {key!r} is not an option.{meant(key, known) or _LISTED}")
-    return {key: (value, f"{path}: {key}") for key, value in keys.items()}
+    return {key: (value, f"{key} in {path}") for key, value in keys.items()}
