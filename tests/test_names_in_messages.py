@@ -70,6 +70,7 @@ def test_a_name_becomes_the_word_and_all_else_stays(message: str, expected: str)
         ),
         (["plan", "--host-memory", "1K"], "Raise --host-memory"),
         (["serve", "--host", "0.0.0.0"], "--host '0.0.0.0' can be reached from other machines"),
+        (["quality", "--setting", "format=q5"], "--setting format 'q5' is not known"),
         (["verify", "--policy", "lru"], "leave --policy and --policy-option out"),
     ],
 )

@@ -21,11 +21,12 @@ from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
 from lowtide.config import format_size
+from lowtide.engine.opening.weight_formats import FormatRequest
 from lowtide.errors import UsageError
 from lowtide.files.json_file import meant
 from lowtide.lab.quality_questions import ChoiceQuestion, read_questions
 from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, QualitySetting, curve_settings
-from lowtide.option import Group
+from lowtide.option import Group, in_words
 from lowtide.policies.presets import options_of, preset_names
 from lowtide.version import __version__
 
@@ -45,6 +46,9 @@ _MODEL_OPTIONS = {
     if option.group is Group.ENGINE
     and option.name not in ("policy", "policy_option", "device_option", "config_override")
 }
+
+
+_FORMATS = ("format", "expert_dtype", "dense_dtype")
 
 
 @takes(
@@ -135,6 +139,11 @@ def _setting(values: dict[str, str]) -> QualitySetting:
         for n, v in values.items()
         if n in _MODEL_OPTIONS
     }
+    try:
+        FormatRequest.of(*(cast("str | None", options.get(name)) for name in _FORMATS))
+    except UsageError as error:
+        words = {name: f"{source} {name}" for name in options}
+        raise type(error)(in_words(str(error), words)) from error
     own = {n: v for n, v in values.items() if n not in _MODEL_OPTIONS and n != "policy"}
     policy = values.get("policy", "auto")
     known = options_of(policy) if policy in preset_names() else own
