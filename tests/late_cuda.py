@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -118,6 +119,9 @@ class LateGraph:
         gpu = self.gpu
         assert gpu.capture is None and gpu.current is not gpu.streams[0], "the default stream"
         assert pool is gpu.pool and capture_error_mode == "thread_local"
+        if gpu.num_graphs and not gpu.graphs:  # as torch's allocator says it
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        gpu.graphs.add(self)
         gpu.capture = self.work
 
     def capture_end(self) -> None:
@@ -166,6 +170,7 @@ class LateGpu:
         self.capture: list[Callable[[], object]] | None = None  # the work so far
         self.pool = object()
         self.num_graphs = 0
+        self.graphs = WeakSet[LateGraph]()  # those that hold the pool
         self.streams: list[LateStream] = []
         self.current = self.stream()
         self.cudart = Cudart()
@@ -490,6 +495,7 @@ def late_cuda(
         "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: "late",
         "graph_pool_handle": lambda: gpu.pool,
+        "is_current_stream_capturing": lambda: gpu.capture is not None,
         "get_device_properties": lambda device=None: properties,
         "max_memory_allocated": lambda device=None: 0,
         "mem_get_info": lambda device=None: (total_bytes, total_bytes),

@@ -87,8 +87,11 @@ def test_passes_that_graphs_repeat_have_the_same_bits(
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # CUDA captures all of it
             with LLM(folder, device="cuda", dtype=dtype, context=256) as llm:
-                answers = llm.generate([PROMPT, PROMPT[:7]], params)
-                ids = [each.token_ids for each in answers]
+                answers = [llm.generate([PROMPT[:7]], params) for _ in range(2)]
+                llm.adopt_policy("lru")  # experts come back into other slots
+                llm.adopt_policy("lowtide")
+                answers += [llm.generate([PROMPT, PROMPT[:7]], params) for _ in range(2)]
+                ids = [each.token_ids for several in answers for each in several]
                 found.append((ids, [llm.logits(PROMPT[:20]) for _ in range(3)]))
         assert (num_repeated > 0) == (most_rows > 0)
     assert found[0][0] == found[1][0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.kernels.reference import Kernels
 from lowtide.memory import pinned_copies
-from lowtide.memory.cuda_graphs import Apart, Recorder
+from lowtide.memory.cuda_graphs import Gap, Recorder
 from lowtide.memory.workspace import Buffers, State
 from lowtide.threads.executor import Executor
 
@@ -29,18 +29,18 @@ class Compute:
     device: torch.device = torch.device("cpu")
     recorder: Recorder | None = None  # of a GPU whose passes can be captured
 
-    def apart(self, part: Callable[[T], None], given: T) -> None:
+    def between_graphs(self, part: Callable[[T], None], given: T) -> None:
         """Run a part of a pass that depends on its sequences, which no CUDA graph may contain.
 
-        `part` may be run again, given the same of another pass; all else that it refers to must be
-        the same in all passes of so many rows.
+        `part` may be run again, given the same of another pass. It reads and writes memory of the
+        workspace and of sequences, and hands over no tensor.
         """
         if self.recorder is None or not self.recorder.is_capturing:
             part(given)
         else:
-            self.recorder.apart(partial(self._resume, part, self.workspace.state), given)
+            self.recorder.cut(partial(self._resume, part, self.workspace.state), given)
 
-    def _resume(self, part: Apart, state: State, given: object) -> None:
+    def _resume(self, part: Gap, state: State, given: object) -> None:
         self.workspace.state = state
         part(given)
 

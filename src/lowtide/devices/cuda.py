@@ -301,6 +301,8 @@ class TritonExperts:
 
     def _plan_anew(self, group: ExpertGroup, rows: ExpertRows, tile_rows: int) -> PinnedRow:
         """Plan the tiles by slots that the device reads from the host, in the row returned."""
+        if torch.cuda.is_current_stream_capturing():  # it would read the row when it is another's
+            raise RuntimeError("the GPU has not been told where this layer's experts are")
         table = self._tables.take()
         table.array.fill(-1)
         table.array[group.experts] = group.slots

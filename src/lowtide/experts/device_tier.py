@@ -31,6 +31,7 @@ from lowtide.policies.answers import check_experts
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, NoPrefetch, PrefetchOutcome
 from lowtide.progress import Progress
+from lowtide.threads.event import Event
 
 _START = Step(StepKind.PREFILL, 0)
 MAX_COUNTS = 64  # kept until they are added up together: small operators cost a launch each
@@ -61,7 +62,7 @@ class DeviceTier:
         # By layer: all of its experts, if all were resident when they last ran.
         self._whole: list[WholeLayer | None] = [None] * link.ledger.num_layers
         self._whole_version = 0  # counts changes of them
-        self._whole_slots = b""  # the ledger's table when all layers were there last
+        self._whole_table = b""  # the ledger's, when all layers were there last
         # Hits in layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last of these layers, each [num_experts]
@@ -82,18 +83,19 @@ class DeviceTier:
             return None
         return whole.group
 
-    def whole_version(self, capacity: Capacity) -> int | None:
-        """Return a number that changes with any group of `whole`; None unless all layers have one.
+    def settle_whole(self, capacity: Capacity) -> int | None:
+        """Make the groups of `whole` of all layers; return a number that changes with any of them.
 
-        None, too, while the link has something to do between layers.
+        None if an expert is absent, if layers may have to evict, and while the link has something
+        to do between layers.
         """
         slots = self.ledger.table.tobytes()
-        if slots != self._whole_slots:
+        if slots != self._whole_table:
             if self.ledger.table.min() == NO_SLOT:
                 return None
             for layer in range(self.ledger.num_layers):
                 self.whole(layer, capacity)
-            self._whole_slots = slots
+            self._whole_table = slots
         return None if capacity.has_changed or self.link.is_in_use else self._whole_version
 
     def begin_whole(self, counts: Tensor) -> None:
@@ -182,7 +184,7 @@ class DeviceTier:
     def load(self, host: HostTier, initial: Sequence[IntArray], progress: Progress) -> None:
         """Make exactly `initial[layer]` resident, through host memory."""
         self._whole = [None] * self.ledger.num_layers
-        self._whole_slots = b""
+        self._whole_table = b""
         absent = [self.link.keep(layer, experts) for layer, experts in enumerate(initial)]
         slot_bytes = host.slots.layout.num_bytes
         total_bytes, done_bytes = sum(map(len, absent)) * slot_bytes, 0
@@ -229,6 +231,11 @@ class DeviceTier:
         """Queue the early gate's prediction of the next layer; in host memory after `to_host`."""
         predicted = gate.predict(call.layer, call.x, call.workspace)
         return None if predicted is None else self.device.stage(predicted)
+
+    def end_whole_pass(self, use: Event) -> None:
+        """Make copies into any slot wait for `use`, the end of a pass that graphs repeated."""
+        self.link.note_whole_pass(use)
+        self._idle.forget()
 
     def drop_counts(self) -> None:
         """Forget counts that were not added up."""

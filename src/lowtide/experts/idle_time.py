@@ -28,6 +28,10 @@ class IdleTime:
             self._last_s[layer] = (*self._last_s[layer][-1:], perf_counter() - left_s)
             self._begun = None
 
+    def forget(self) -> None:
+        """Forget the work that was queued last: more was queued since, without a look."""
+        self._begun = None
+
     def expected_s(self, layer: int, known_s: float) -> float:
         """Return the expected time after a layer; `known_s` until it has been measured twice."""
         seen = self._last_s[layer]

@@ -36,17 +36,14 @@ class NoExperts:
     def residents(self) -> None:
         """Return None: no compiled call finds experts here."""
 
-    def whole_version(self) -> int:
+    def settle_whole(self) -> int:
         """Return the same number always: no expert ever moves."""
         return 0
 
     def add_counts(self) -> None:
         """Do nothing."""
 
-    def count_whole_pass(self, num_rows: int) -> None:
-        """Do nothing."""
-
-    def note_whole_pass(self, use: Event) -> None:
+    def end_repeated(self, num_rows: int, use: Event) -> None:
         """Do nothing."""
 
     def end_capture(self, use: Event) -> None:

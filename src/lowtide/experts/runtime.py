@@ -142,31 +142,30 @@ class ExpertRuntime:
         """Return a layer's experts, for kernels that run whole layers; None if they cannot."""
         return self.executor.parts(layer)
 
-    def whole_version(self) -> int | None:
-        """Return a number that changes with any expert's slot, for passes that can be captured.
+    def settle_whole(self) -> int | None:
+        """Return a number that changes with any expert's slot, for passes that graphs repeat.
 
         They can if a device has every expert and nobody looks at single layers: None otherwise.
         """
-        is_observed = self.observer is not None or self.use is not None or self._is_sampled
-        if self.device is None or is_observed or self.policies.receipts is not None:
+        is_seen = self.observer is not None or self.use is not None or self._is_sampled
+        if self.device is None or is_seen or self._is_under_way:
             return None
-        return self.device.whole_version(self.capacity)
+        if self.policies.receipts is not None:
+            return None
+        return self.device.settle_whole(self.capacity)
 
     def add_counts(self) -> None:
         """Queue the adding up of counts of layers that are wholly on the device."""
         if self.device is not None:
             self.device.add_counts()
 
-    def count_whole_pass(self, num_rows: int) -> None:
-        """Count a pass of these rows that was queued by what was captured of one before."""
-        num_pairs = num_rows * self._shape.num_experts_per_token * self._shape.num_layers
-        self.stats.num_expert_rows += num_pairs
-        self.stats.num_device_rows += num_pairs
-
-    def note_whole_pass(self, use: Event) -> None:
-        """Make copies into any slot of the device wait for `use`, the end of a captured pass."""
+    def end_repeated(self, num_rows: int, use: Event) -> None:
+        """End a pass of these rows that graphs repeated; use: the end of what is queued."""
         if self.device is not None:
-            self.device.link.note_whole_pass(use)
+            num_pairs = num_rows * self._shape.num_experts_per_token * self._shape.num_layers
+            self.stats.num_expert_rows += num_pairs
+            self.stats.num_device_rows += num_pairs
+            self.device.end_whole_pass(use)
 
     def end_capture(self, use: Event) -> None:
         """Forget what a capture left that means nothing outside of it: its events, and counts.
@@ -175,7 +174,7 @@ class ExpertRuntime:
         """
         if self.device is not None:
             self.device.drop_counts()
-        self.note_whole_pass(use)
+            self.device.end_whole_pass(use)
 
     def begin_pass(self, step: Step) -> None:
         """Begin a pass; on the host alone, policies rank the experts that may become resident."""

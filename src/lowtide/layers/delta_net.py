@@ -135,7 +135,7 @@ class DeltaNet:
         )
         self._projections.forward(normed, rows, gates.view(num_rows, -1))
         workspace.give_back(normed)
-        self._compute.apart(partial(self._advance_all, rows, attended), batch.segments)
+        self._compute.between_graphs(partial(self._advance_all, rows, attended), batch.segments)
         workspace.give_back(*rows)
         kernels.gated_norm(attended, gates, self._norm, self._eps, workspace, num_cores)
         update = take("update", x.shape[1])

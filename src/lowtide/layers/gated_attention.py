@@ -81,7 +81,7 @@ class GatedAttention:
             self._project(x[tile], norm, rotations, tile, qkv[tile], gates[tile])
         query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         attend = partial(self._attention.run, query, key, value, attended)
-        self._compute.apart(attend, batch.segments)
+        self._compute.between_graphs(attend, batch.segments)
         workspace.give_back(qkv)
         self._compute.kernels.sigmoid_weigh(attended, gates, self._compute.executor.num_cores)
         workspace.give_back(gates)

@@ -123,7 +123,7 @@ class GroupedAttention:
         query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         attended = workspace.take("attended", tuple(query.shape), x.dtype)
         attend = partial(self._attention.run, query, key, value, attended)
-        self._compute.apart(attend, inputs.segments)
+        self._compute.between_graphs(attend, inputs.segments)
         workspace.give_back(qkv)
         self._add(attended, x, inputs.norm)
 

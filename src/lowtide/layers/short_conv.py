@@ -77,7 +77,7 @@ class ShortConv:
         gated = workspace.take("convolution input", (rows, hidden), x.dtype)
         torch.mul(gate, inputs, out=gated)
         with workspace.scope():
-            self._compute.apart(partial(self._convolve, gated), batch.segments)
+            self._compute.between_graphs(partial(self._convolve, gated), batch.segments)
         gated.mul_(output_gate)
         update = workspace.take("update", (rows, hidden), x.dtype)
         self._outward.forward(gated, update)

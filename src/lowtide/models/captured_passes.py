@@ -3,24 +3,24 @@
 Queueing a layer takes the host longer than a GPU takes to run it for one token. While every expert
 stays where it is on the GPU, a pass differs from an earlier one of as many rows by its token ids,
 its positions and its sequences alone. So it is captured (`memory/cuda_graphs.py`), and for the next
-ones the host queues a copy of ids and positions, graphs, and what layers keep apart.
+ones the host queues a copy of ids and positions, graphs, and what lies between them.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
+from lowtide.core import StepKind
 from lowtide.errors import DeviceError, InternalError
 from lowtide.layers.batch import Batch
 from lowtide.layers.moe import ModelExperts
-from lowtide.memory.cuda_graphs import Step, queue_again
+from lowtide.memory.cuda_graphs import Piece, queue_again
 from lowtide.memory.planner import ArenaPlaces, Place
 from lowtide.memory.workspace import Workspace
 
@@ -44,11 +44,11 @@ class _Setting(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A pass that was queued, and its graphs once it was captured."""
+    """A pass that has run, and its graphs once it was captured."""
 
     setting: _Setting
-    inputs: Tensor  # [2, rows]: token ids and positions
-    steps: tuple[Step, ...] = ()
+    inputs: Tensor | None = None  # [2, rows]: token ids and positions
+    pieces: Sequence[Piece] = ()
 
 
 class CapturedPasses:
@@ -63,56 +63,76 @@ class CapturedPasses:
         self._passes: dict[int, _Pass] = {}  # the latest last
         self._is_refused = False
 
-    def run(self, batch: Batch, queue: Callable[[Tensor, Tensor], None]) -> bool:
-        """Queue a pass by its graphs; return False if it is to be queued without.
+    def run(self, batch: Batch, queue: Callable[[Tensor, Tensor], None]) -> None:
+        """Queue a pass, by its graphs if it has any.
 
         queue: queues the layers over token ids and positions [rows] int64 on the GPU. A pass is
         captured when it comes a second time: the first compiles kernels, and tells the GPU where
         experts are.
         """
-        num_rows, version = len(batch.token_ids), self._experts.whole_version()
-        if version is None or num_rows > MAX_ROWS or self._is_refused:
-            return False
-        places = tuple([one.place for one in self._workspace.state.alive])
-        setting = _Setting(version, self._workspace.plan, places)
-        known = self._passes.pop(num_rows, None)
+        version = self._experts.settle_whole()
+        setting = None if version is None else self._setting(version, batch)
+        known = None if setting is None else self._passes.get(len(batch.token_ids))
         if known is None or known.setting != setting:
-            inputs = torch.empty((2, num_rows), dtype=torch.int64, device=self._compute.device)
-            self._keep(num_rows, _Pass(setting, inputs))
-            return False
-        self._compute.to_device(batch.token_ids, batch.positions, there=known.inputs)
-        if known.steps:
-            queue_again(known.steps, batch.segments)
-            self._experts.count_whole_pass(num_rows)
-            self._experts.note_whole_pass(self._recorder.end_of_queue())
+            queue(*self._compute.to_device(batch.token_ids, batch.positions))
+            if setting is not None:
+                self._keep(_Pass(setting), batch)
+        elif known.inputs is not None:
+            self._repeat(known, batch)
+            self._keep(known, batch)
         else:
-            known = known._replace(steps=self._capture(partial(queue, *known.inputs.unbind())))
-        self._keep(num_rows, known)
-        return not self._is_refused
+            self._capture(known, batch, queue)
 
-    def _keep(self, num_rows: int, latest: _Pass) -> None:
+    def _setting(self, version: int, batch: Batch) -> _Setting | None:
+        """Return the setting of a pass whose buffers are taken; None if it is not captured.
+
+        Those are passes over prompts, whose numbers of rows rarely come again, and over several
+        parts of a sequence, whose states could not be turned back if CUDA refused.
+        """
+        num_sequences = len({id(segment.kv) for segment in batch.segments})
+        if self._is_refused or len(batch.token_ids) > MAX_ROWS:
+            return None
+        if batch.step.kind is StepKind.PREFILL or num_sequences < len(batch.segments):
+            return None
+        places = tuple([one.place for one in self._workspace.state.alive])
+        return _Setting(version, self._workspace.plan, places)
+
+    def _keep(self, latest: _Pass, batch: Batch) -> None:
+        num_rows = len(batch.token_ids)
+        self._passes.pop(num_rows, None)
         self._passes[num_rows] = latest
         if len(self._passes) > MAX_KEPT:
             del self._passes[next(iter(self._passes))]
 
-    def _capture(self, queue: Callable[[], None]) -> tuple[Step, ...]:
-        """Queue a pass and capture it; warn, and capture no other, if CUDA refuses."""
-        before = self._workspace.state
+    def _repeat(self, known: _Pass, batch: Batch) -> None:
+        self._compute.to_device(batch.token_ids, batch.positions, there=known.inputs)
+        try:
+            queue_again(known.pieces, batch.segments)
+        finally:
+            self._experts.end_repeated(len(batch.token_ids), self._recorder.end_of_queue())
+
+    def _capture(self, known: _Pass, batch: Batch, queue: Callable[[Tensor, Tensor], None]) -> None:
+        """Queue a pass and capture it; if CUDA refuses, warn, and queue all passes anew."""
+        before, num_rows = self._workspace.state, len(batch.token_ids)
+        inputs = torch.empty((2, num_rows), dtype=torch.int64, device=self._compute.device)
+        self._compute.to_device(batch.token_ids, batch.positions, there=inputs)
         self._experts.add_counts()  # of earlier passes
         try:
-            with self._recorder.capture() as steps:
-                queue()
+            with self._recorder.capture() as pieces:
+                queue(*inputs.unbind())
                 self._experts.add_counts()
         except (RuntimeError, DeviceError) as error:
             self._is_refused = True
             self._passes.clear()
+            self._recorder.end_of_queue().wait()  # for what came before the refusal
             warnings.warn(
                 f"The GPU's work is queued anew in each pass: CUDA does not capture it ({error}).",
                 stacklevel=2,
             )
-            self._recorder.end_of_queue().wait()  # for what came before the refusal
-            self._workspace.state = before
-            steps = []
+        else:
+            self._keep(_Pass(known.setting, inputs, pieces), batch)
         finally:
             self._experts.end_capture(self._recorder.end_of_queue())
-        return tuple(steps)
+        if self._is_refused:
+            self._workspace.state = before
+            queue(*inputs.unbind())

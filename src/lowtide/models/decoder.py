@@ -294,8 +294,10 @@ class Decoder:
         self._hidden_end = workspace.state
         self._experts.begin_pass(batch.step)
         run = partial(self._run, x, batch)
-        if self._captured is None or batch.chunk_ends or not self._captured.run(batch, run):
+        if self._captured is None or batch.chunk_ends or len(self.run_layers) < len(self._blocks):
             run(*self.compute.to_device(batch.token_ids, batch.positions))
+        else:
+            self._captured.run(batch, run)
         self._experts.end_pass()
         workspace.state = self._hidden_end
         if batch.step.kind is StepKind.PREFILL:

@@ -179,7 +179,7 @@ class LatentAttention:
         workspace.give_back(x)
         attended = workspace.take("attended", (num_rows, spec.num_heads, width), x.dtype)
         attend = partial(self._attention.run, query, cached, cached, attended)
-        self._compute.apart(attend, batch.segments)
+        self._compute.between_graphs(attend, batch.segments)
         workspace.give_back(query, cached)
         hidden.add_(self._output_of(attended, tuple(x.shape)))
 
