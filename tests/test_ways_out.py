@@ -182,6 +182,15 @@ def test_traces_and_calibrations(
         load(path)
 
 
+@pytest.mark.parametrize("load", [Trace.load, Calibration.load])
+def test_a_file_of_another_kind_is_not_to_be_removed(
+    load: Callable[[Path], object], tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "other.npz", something=np.zeros(1))
+    with pytest.raises(UsageError, match="; name another file or, if it is a damaged"):
+        load(tmp_path / "other.npz")
+
+
 @pytest.mark.parametrize(
     ("arguments", "way_out"),
     [

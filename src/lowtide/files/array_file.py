@@ -30,6 +30,10 @@ class Contradiction(Exception):
     """Raised by a reader for impossible contents; becomes a UsageError with the file's name."""
 
 
+class OtherKind(Contradiction):
+    """Raised for a file that may be whole, and of another kind."""
+
+
 _DAMAGE = (
     Contradiction,
     zipfile.BadZipFile,
@@ -124,7 +128,7 @@ def load_arrays(
     except _DAMAGE as reason:
         told = f"{path} is not a lowtide {noun} that can be read: {str(reason).rstrip('.')}"
         way_out = made_again(maker)
-        if isinstance(reason, zipfile.BadZipFile):  # perhaps another program's, not to be removed
+        if isinstance(reason, OtherKind | zipfile.BadZipFile):  # then it is not to be removed
             way_out = f"name another file or, if it is a damaged {noun}, {way_out}"
         raise UsageError(f"{told}; {way_out}.") from None
 
@@ -152,7 +156,7 @@ def _check_members(
     if expected <= set(names) or expected >= set(names):  # other versions have more, or fewer
         _check_versions(archive, {n: v for n, v in versions.items() if f"{n}.npy" in names})
     if set(names) != expected or len(names) != len(expected):
-        raise Contradiction(f"it holds {len(names)} members that are not a {noun}'s")
+        raise OtherKind(f"it holds {len(names)} members that are not a {noun}'s")
 
 
 def _check_versions(archive: zipfile.ZipFile, versions: Mapping[str, int]) -> None:
