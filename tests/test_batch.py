@@ -31,6 +31,7 @@ from lowtide.cli.app import app
 from lowtide.errors import LowtideError, StorageError, UsageError
 from lowtide.policies.presets import unregister
 from lowtide.serve import batch as answering_module
+from lowtide.serve import guard
 from lowtide.serve.batch import Answerer, answer_all, answering, body_of
 from lowtide.serve.batch_files import Asked, AskedLines, Results, Stream, is_error
 from lowtide.serve.service import Service
@@ -96,6 +97,20 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 # Whole runs.
+
+
+def test_long_lines_are_no_others_load(
+    tmp_path: Path, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server refuses large requests beside others for later; a batch has no one else's."""
+    monkeypatch.setattr(guard, "UNCOUNTED_BYTES", 0)
+    monkeypatch.setattr(guard, "MAX_BODIES_BYTES", 10)
+    lines = sums(3, temperature=0)
+    source = written(tmp_path / "in.jsonl", lines)
+    assert batch("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
+    assert len(texts(tmp_path / "out.jsonl")) == 3
+    with serving(llm) as running, running.client() as client:
+        assert client.post("/v1/completions", json=lines[0]["body"]).status_code == 429
 
 
 def test_lines_of_every_route_are_answered_as_the_server_answers_them(
@@ -574,7 +589,7 @@ def test_what_may_pass_is_tried_three_times(
     async def sleep(delay_s: float) -> None:
         pass
 
-    monkeypatch.setattr(answering_module, "build_app", lambda service: app)
+    monkeypatch.setattr(answering_module, "build_app", lambda service, **_: app)
     monkeypatch.setattr(answering_module.asyncio, "sleep", sleep)
     made = run_lines(llm, [line("a", "third"), line("b", "never")], at_once=1)
     assert tries == {"third": 3, "never": 3}

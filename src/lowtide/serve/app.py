@@ -33,8 +33,11 @@ from lowtide.version import __version__
 _ROUTERS = (openai_chat, openai_completions, responses, anthropic_messages, ollama, events)
 
 
-def build_app(service: Service) -> FastAPI:
-    """Return the server's ASGI app; its lifespan enters `Service.running`."""
+def build_app(service: Service, has_one_caller: bool = False) -> FastAPI:
+    """Return the server's ASGI app; its lifespan enters `Service.running`.
+
+    has_one_caller: no client is to be kept from taking others' place.
+    """
     app = FastAPI(
         title="lowtide",
         version=__version__,
@@ -54,7 +57,12 @@ def build_app(service: Service) -> FastAPI:
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(JsonBodies)
-    app.add_middleware(Guard, settings=service.settings, open_paths=page.page_files().keys())
+    app.add_middleware(
+        Guard,
+        settings=service.settings,
+        open_paths=page.page_files().keys(),
+        bounds_sum=not has_one_caller,
+    )
     app.add_middleware(RequestLog)
     service.on_served.append(note_served)
     return app

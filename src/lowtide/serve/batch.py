@@ -61,7 +61,7 @@ class Answerer:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._app: ASGIApp = build_app(service)
+        self._app: ASGIApp = build_app(service, has_one_caller=True)
 
     async def answer(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Answer one checked line of a batch by a line of its output.

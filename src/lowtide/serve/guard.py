@@ -45,15 +45,20 @@ class Guard:
     """Middleware that refuses requests before their bodies are parsed. Knows nothing of models.
 
     open_paths: further paths that need no key.
+    bounds_sum: bodies are also bounded together.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServeSettings, open_paths: Collection[str] = ()
+        self,
+        app: ASGIApp,
+        settings: ServeSettings,
+        open_paths: Collection[str] = (),
+        bounds_sum: bool = True,
     ) -> None:
         self._app = app
         self._open_paths = frozenset((*OPEN_PATHS, *open_paths))
         self._settings = settings
-        self._bodies = _Bodies()
+        self._bodies = _Bodies(bounds_sum)
         self._key = None if settings.api_key is None else settings.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,6 +159,7 @@ def _check_head(scope: Scope, headers: Headers) -> None:
 class _Bodies:
     """Sum over the bodies of all requests under way."""
 
+    is_bounded: bool
     num_bytes: int = 0
 
 
@@ -191,7 +197,8 @@ class _Body:
         """
         num_more = max(0, num_bytes - UNCOUNTED_BYTES - self._num_counted)
         num_there = self._bodies.num_bytes
-        if num_more and num_there + num_more > MAX_BODIES_BYTES:
+        is_above = num_there + num_more > MAX_BODIES_BYTES and self._bodies.is_bounded
+        if num_more and is_above:
             raise QueueFull(
                 f"The server is busy: large requests of {num_there} bytes are under way, and with "
                 f"this one they are above {MAX_BODIES_BYTES}. Ask again in 10 s.",
