@@ -225,7 +225,7 @@ def test_what_it_does_not_have_is_refused_by_name(model: Path) -> None:
     with LLM(model, context=128) as llm:
         assert "steps" in llm.answer_fields and "threshold" not in llm.answer_fields
         with pytest.raises(
-            UnsupportedError, match="logprobs is for autoregressive models; RedrawnLM is"
+            UnsupportedError, match="`logprobs` is for autoregressive models; RedrawnLM is"
         ):
             llm.generate(PROMPT, logprobs=2)
         with pytest.raises(UnsupportedError, match="threshold: RedrawnLM draws anew"):

@@ -64,7 +64,7 @@ def test_a_bare_number_in_python(size: int | str) -> None:
 
 
 def test_more_than_there_is(tmp_path: Path, total_bytes: int) -> None:
-    told = "host_memory 8.0 GiB is more than there is: this machine has 4.0 GiB"
+    told = "--host-memory 8.0 GiB is more than there is: this machine has 4.0 GiB"
     plan = run(["plan", "--json"], "8G", "flag", tmp_path)
     assert told in json.loads(plan.stdout)["reason"]
     asked = ["generate", "--prompt-ids", "1", "--max-tokens", "1", "--json"]
