@@ -479,6 +479,15 @@ def test_what_is_too_complex_later_ends_that_answer_alone(constraint: Constraint
     check_kept(made)
 
 
+def test_grammars_of_many_tools_are_measured_before_they_are_rewritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lowtide.serve.grammar_text.quoted_lark", None)
+    tools = [Tool(f"f{i}", "", {}, grammar="start: " + "/a/ " * 200) for i in range(512)]
+    with pytest.raises(UsageError, match="at most 262144 are accepted"):
+        grammars_of(PLAIN.tokenizer).applied(request_of(PLAIN.tokenizer), None, tools)
+
+
 def test_a_trial_that_hangs_in_little_memory_has_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """As llguidance does if it panics and has no memory to say where."""
     ask = ChildProcess.ask
