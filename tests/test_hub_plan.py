@@ -155,7 +155,7 @@ def test_other_formats_are_named(stand_in: StandIn) -> None:
         (Fault("", 9, 429, {"RateLimit": '"api";r=0;t=99'}), "try again in 99 s"),
         (Fault("", 9, 429), "try again later"),
         (Fault("", 9, 500), "500.*Check the network"),
-        (Fault("", 9, pause_s=5), "Timeout.*Check the network.*--offline"),
+        (Fault("", 9, pause_s=5), "Timeout.*Check the network.*`offline`"),
     ],
 )
 @pytest.mark.parametrize("part", ["/api/models", "config.json", SHARD])
