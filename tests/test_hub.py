@@ -211,7 +211,7 @@ def test_a_network_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception)
         raise error
 
     monkeypatch.setattr(hub_model, "answer_to", fail)
-    with pytest.raises(HubError, match="could not be fetched.*Check the network.*--offline"):
+    with pytest.raises(HubError, match="could not be fetched.*Check the network.*`offline`"):
         hub.resolve_model("org/name")
 
 
