@@ -43,6 +43,7 @@ class StandInStreams:
     def __init__(self) -> None:
         self.copies = StandInStream()
         self.current = StandInStream()
+        self.is_capturing = lambda: False
         self.refuses_pinned = False
         self.pinned_bytes = 0
         self.num_released = 0

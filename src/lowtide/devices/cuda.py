@@ -301,7 +301,7 @@ class TritonExperts:
 
     def _plan_anew(self, group: ExpertGroup, rows: ExpertRows, tile_rows: int) -> PinnedRow:
         """Plan the tiles by slots that the device reads from the host, in the row returned."""
-        if torch.cuda.is_current_stream_capturing():  # it would read the row when it is another's
+        if self._streams.is_capturing():  # it would read the row when it is another's
             raise RuntimeError("the GPU has not been told where this layer's experts are")
         table = self._tables.take()
         table.array.fill(-1)

@@ -39,6 +39,7 @@ class Streams(Protocol):
 
     torch_device: torch.device
     copies: Stream
+    is_capturing: Callable[[], bool]  # True while the calling thread's work becomes a CUDA graph
 
     @property
     def current(self) -> Stream:
@@ -64,6 +65,7 @@ class CudaStreams:
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.copies: Stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self.is_capturing = torch.cuda.is_current_stream_capturing
 
     @property
     def current(self) -> Stream:
