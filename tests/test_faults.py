@@ -157,7 +157,7 @@ FAULTS = {
         nothing, PlanError, r"at least .*\(\d+ bytes\).*expert slots", {"host_memory": "64KiB"}
     ),
     "resident in a small budget": Fault(
-        nothing, UsageError, r"full_bytes", {"host_memory": "8MiB", "policy": "resident"}
+        nothing, UsageError, r"\d+ bytes\) too small", {"host_memory": "8MiB", "policy": "resident"}
     ),
     "immense context": Fault(nothing, UsageError, r"1 to 268435456.*10{12}", {"context": 10**12}),
     "context above the budget": Fault(

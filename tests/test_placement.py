@@ -54,15 +54,17 @@ def test_tau_reaches_the_policy() -> None:
 
 
 def test_auto_is_resident_if_everything_fits_else_what_suits_the_decoding() -> None:
-    assert choose_preset("auto", everything_fits=True)[0] == "resident"
-    assert choose_preset("auto", everything_fits=False)[0] == "lowtide"
+    assert choose_preset("auto", 0)[0] == choose_preset("auto", -1)[0] == "resident"
+    assert choose_preset("auto", 1)[0] == "lowtide"
     for name in set(preset_names()) - {"auto"}:
-        assert choose_preset(name, everything_fits=True)[0] == name
+        assert choose_preset(name, 0)[0] == name
     for name in set(preset_names()) - {"auto", "resident"}:
-        assert choose_preset(name, everything_fits=False)[0] == name
-    assert choose_preset("auto", everything_fits=False, has_device=True)[0] == "lowtide"
-    with pytest.raises(UsageError, match='full_bytes.*`policy="tide"`'):
-        choose_preset("resident", everything_fits=False)
+        assert choose_preset(name, 1)[0] == name
+    assert choose_preset("auto", 1, has_device=True)[0] == "lowtide"
+    with pytest.raises(UsageError, match=r'2.0 KiB \(2048 bytes\) too .*`host_memory`.*"tide"`'):
+        choose_preset("resident", 2048)
+    with pytest.raises(UsageError, match="raise `gpu_memory`"):
+        choose_preset("resident", 1, has_device=True)
 
 
 @pytest.mark.parametrize("name", ["", "Tide", "mru", "tide "])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.files.json_file import meant
 from lowtide.policies.buddy_profile import BuddyProfile
@@ -146,19 +147,24 @@ def parse_options(name: str, options: Mapping[str, str]) -> dict[str, object]:
     return parsed
 
 
-def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False) -> tuple[str, str]:
-    """Return the preset that `name` stands for here, and the reason."""
+def choose_preset(name: str, missing_bytes: int, *, has_device: bool = False) -> tuple[str, str]:
+    """Return the preset that `name` stands for here, and the reason.
+
+    missing_bytes: of memory for every expert; 0 or less if all fit. Raises UsageError.
+    """
     if name == AUTO:
-        if everything_fits:
+        if missing_bytes <= 0:
             return "resident", "all experts fit into the budget"
         if has_device:
             names = " and ".join(TRIED)
             return TRIED[0], f"not all experts fit: {names} are tried for {NUM_TRIED} passes each"
         return "lowtide", "not all experts fit: those most expensive to reload stay in memory"
-    if name == "resident" and not everything_fits:
+    if name == "resident" and missing_bytes > 0:
+        budget = "gpu_memory" if has_device else "host_memory"
         raise UsageError(
-            "`policy` 'resident' keeps every expert in memory and the budget is too small for "
-            'that; raise it to the plan\'s full_bytes or choose `policy="tide"`.'
+            "`policy` 'resident' keeps every expert in memory, for which the budget is "
+            f"{format_size(missing_bytes)} ({missing_bytes} bytes) too small; raise `{budget}` "
+            'by as much or choose `policy="tide"`.'
         )
     if not recipe(name).is_lossless:
         return name, "asked for; unless it waits for absent experts, it changes words"

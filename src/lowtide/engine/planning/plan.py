@@ -67,7 +67,8 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
     if memory.experts is None:
         preset, reason = "none", "the model has no experts: there is nothing to place"
     else:
-        preset, reason = choose_preset(asked.policy, everything_fits=fits, has_device=not is_host)
+        missing_bytes = needs.full_bytes - budget_bytes
+        preset, reason = choose_preset(asked.policy, missing_bytes, has_device=not is_host)
         if not fits:
             asked_for = asked.policy, asked.policy_options
             sizes = sizes_of(preset, *asked_for, needs.num_experts, has_device=not is_host)

@@ -73,9 +73,8 @@ def adopt_policy(engine: Engine, policy: str | Recipe, policy_options: Mapping[s
         return engine
     planner = engine.planner.wanting(PassWants.of(policy, policy_options))
     _check_workspace(planner, plan, policy)
-    preset, reason = choose_preset(
-        policy, everything_fits=plan.everything_fits, has_device=plan.gpu is not None
-    )
+    missing_bytes = 0 if plan.everything_fits else plan.full_bytes - plan.budget_bytes
+    preset, reason = choose_preset(policy, missing_bytes, has_device=plan.gpu is not None)
     plan = replace(plan, policy=preset, reason=reason)
     return with_trial(_adopted(replace(engine, options=options, planner=planner), plan))
 
