@@ -481,6 +481,14 @@ def test_weights_that_overflow_in_the_compute_type(model: Path) -> None:
             llm.generate(PROMPT, PARAMS)
 
 
+def test_float32_that_overflows_has_a_way_out(model: Path) -> None:
+    for name in ("model.norm.weight", "lm_head.weight"):
+        write_weights(model, name, OVERFLOWING)
+    said = r"float32 overflowed\. Choose `kernels` 'reference', and report it"
+    with LLM(model, dtype="float32") as llm, pytest.raises(NumericError, match=said):
+        llm.generate(PROMPT, PARAMS)
+
+
 def test_arithmetic_that_overflows_is_not_the_checkpoints_fault(
     model: Path, monkeypatch: pytest.MonkeyPatch, searches: list[Any]
 ) -> None:

@@ -48,14 +48,14 @@ class LarkText:
         check_length(self._num_chars)
         self._rules[int(name.removeprefix("rule_"))] = f"{name}{option}: {body}"
 
-    def in_any_order(self, told: Iterable[tuple[str, bool]], separator: str = "") -> str:
+    def in_any_order(self, pairs: Iterable[tuple[str, bool]], separator: str = "") -> str:
         """Return an expression of parts in any order, each once at most, with a separator between.
 
         Those that are paired with True must all occur. More than `MAX_IN_ANY_ORDER` have to keep
         their order.
         """
         parts, num_chars = list[tuple[str, bool]](), 0
-        for part, is_required in told:  # each may be long, as they may share what they refer to
+        for part, is_required in pairs:  # each may be long, as they may share what they refer to
             num_chars += len(part)
             check_length(num_chars)
             parts.append((part, is_required))

@@ -22,7 +22,7 @@ SEARCH_S = 60.0
 _WAY_OUT = {
     "float16": "Choose `dtype` bfloat16 or float32, whose range is wider",
     "bfloat16": "Choose `dtype` float32, which is more precise",
-    "float32": "Choose `kernels` 'reference, and report it if that helps",
+    "float32": "Choose `kernels` 'reference', and report it if that helps",
 }
 
 
